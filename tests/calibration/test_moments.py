@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.norms import Moment, load_moments
+from sinkprune.calibration.tasks import Moment, load_moments
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import Manifest

@@ -1,42 +1,20 @@
-"""The norms of a tower's tokens, the outliers among them, and what is measured: moments of a robot, and lone towers.
-
-A file of moments has one JSON object a line, with `cameras`, an object of paths by the names of the bundle's cameras,
-or a list of paths in the order of the policy's training; `instruction`; and `state`, a list of numbers in the robot's
-units. Paths are relative to the file, and null is a camera without a frame. The default of `id` is the line's number.
-"""
+"""The norms of a tower's tokens, and the outliers among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from sinkprune.calibration.evaluation.statistics import mean_warnings
-from sinkprune.calibration.tasks import read_jsonl
-from sinkprune.contract.budgets import FAMILIES, Budget
-from sinkprune.contract.checks import format_value, needs_package
-from sinkprune.contract.errors import (
-    CheckpointError,
-    ImageError,
-    NumericsError,
-    SinkpruneError,
-    TaskError,
-    UsageError,
-)
-from sinkprune.contract.files.untrusted import UnreadableError, read_json
-from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import grid_boxes
-from sinkprune.policies.observation import in_trained_order, observed
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import run_tower
 
@@ -78,79 +56,6 @@ def mark_largest(values: Array, count: int) -> Array:
     marked = np.zeros(values.shape, bool)
     np.put_along_axis(marked, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
     return marked
-
-
-_FIELDS = "cameras, instruction, state, id (optional)"
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment of a file, as `Item` is a question of one."""
-
-    id: str
-    cameras: tuple[Path | None, ...]
-    prompt: str
-    """The instruction."""
-    state: tuple[float, ...]
-
-    @property
-    def picture(self) -> str:
-        """The frames' names; moments with the same frames have the same."""
-        return " ".join(map(str, self.cameras))
-
-    @property
-    def files(self) -> list[Path]:
-        return [path for path in self.cameras if path is not None]
-
-    def load_images(self) -> list[Image.Image]:
-        return [read_image(path) for path in self.files]
-
-    def asked_as(self, other: Moment) -> Moment:
-        """Return this moment with the instruction of another."""
-        return replace(self, prompt=other.prompt)
-
-
-def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> list[Moment]:
-    """Return the first `limit` moments of a JSONL file, for the policy of `manifest`.
-
-    Every moment and its frames are checked. Raises `TaskError` with the number of the first bad line.
-    """
-    if data.suffix.lower() != ".jsonl":
-        raise TaskError(
-            f"--data is '{data}', and the bundle is a robot policy: expected a file of moments that ends in .jsonl, "
-            f"one JSON object a line: {_FIELDS}."
-        )
-    known = set[Path]()
-
-    def read(found: dict[str, Any], number: int) -> Moment:
-        moment = _moment(manifest, found, data.parent, number)
-        for path in moment.files:
-            if not path.is_file():
-                raise ImageError(f"'{path}' is no file, expected a frame. Paths are relative to the file of moments.")
-        observed(manifest, moment.cameras, moment.prompt, moment.state)
-        for path in set(moment.files) - known:
-            read_image(path)
-        known.update(moment.files)
-        return moment
-
-    return [*islice(read_jsonl(data, "moments", _FIELDS, read), limit)]
-
-
-def _moment(manifest: Manifest, found: dict[str, Any], folder: Path, number: int) -> Moment:
-    if not {"cameras", "instruction", "state"} <= found.keys() <= {*_FIELDS.removesuffix(" (optional)").split(", ")}:
-        raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_FIELDS}.")
-    cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
-    if isinstance(cameras, dict):
-        cameras = in_trained_order(manifest.acting, cameras)
-    if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
-        raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
-    # A JSON number may be an integer that no float holds.
-    if not isinstance(state, list) or not all(type(one) in (int, float) and abs(one) < 1e30 for one in state):
-        raise TaskError(f"'state' is {state!r}, expected a list of numbers.")
-    if not isinstance(instruction, str):
-        raise TaskError(f"'instruction' is {instruction!r}, expected words.")
-    paths = tuple(None if path is None else folder / path for path in cameras)
-    return Moment(str(found.get("id", number)), paths, instruction, tuple(map(float, state)))
 
 
 OUTLIER = 2.0
@@ -245,7 +150,7 @@ class NormReport:
     verdict: str
     """Whether the tower has the outliers that the paper describes, in words."""
     suggested_per_mille: int
-    """rho for the tower's budgets, from a gap in its norms (`outlier_gap.suggest_rho`); 0 removes none."""
+    """rho for the tower's budgets, from a gap in its norms (`suggest_rho`); 0 removes none."""
     suggestion: str
     """The same in words, with the reason."""
     warnings: tuple[str, ...]
@@ -313,125 +218,3 @@ def _spearman(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     """Return the rank correlation. Ties, which are rare among floats, are broken by position."""
     ranks = [np.argsort(np.argsort(x, kind="stable"), kind="stable") for x in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-CONFIG = "config.json"
-"""A checkpoint's configuration file."""
-_INSTALL = "pip install 'sinkprune[towers]' (Python 3.11 or later)."
-
-
-_KINDS = {
-    "clip": ("CLIPVisionModel", "CLIPImageProcessorPil", True),
-    "clip_vision_model": ("CLIPVisionModel", "CLIPImageProcessorPil", True),
-    "siglip": ("SiglipVisionModel", "SiglipImageProcessorPil", False),
-    "siglip_vision_model": ("SiglipVisionModel", "SiglipImageProcessorPil", False),
-    "dinov2": ("Dinov2Model", "BitImageProcessorPil", True),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel", "BitImageProcessorPil", True),
-}
-"""Names of transformers' classes of model and processor, and whether the first token is a CLS token, by the
-`model_type` of a checkpoint's config.json."""
-
-
-class VisionTower:
-    """A tower in torch, in fp32 on the CPU."""
-
-    def __init__(self, folder: Path, layer: int, threads: int | None = None) -> None:
-        """Load the checkpoint in `folder` (Hugging Face format, safetensors), and its image processor.
-
-        Tokens are the hidden states `layer`, counted from the last block's, -1. `threads` are torch's (default: its
-        own choice). Raises `CheckpointError`, `UsageError` for a layer out of range, and `SinkpruneError` without
-        torch or transformers.
-        """
-        model, processor, self._has_cls = _kind(folder)
-        with needs_package("measuring a tower without an LLM", _INSTALL, SinkpruneError):
-            import torch
-            import transformers
-        if threads is not None:
-            torch.set_num_threads(threads)
-        with _as_checkpoint_error(folder):
-            transformers.utils.logging.set_verbosity_error()
-            transformers.utils.logging.disable_progress_bar()
-            # No pickles, no code from the checkpoint, no hub.
-            options = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "eager"}
-            self._model, info = getattr(transformers, model).from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **options
-            )
-            self._processor = getattr(transformers, processor).from_pretrained(folder, local_files_only=True)
-        missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
-        if missing:
-            raise CheckpointError(
-                f"'{folder}': {len(missing)} weights of the tower are missing or of another shape, {missing[0]} "
-                "among them. Download the checkpoint again."
-            )
-        self._model.eval()
-        config = self._model.config
-        if not -config.num_hidden_layers <= layer <= -1:
-            raise UsageError(
-                f"--layer is {layer}, expected -{config.num_hidden_layers} to -1: the tower has "
-                f"{config.num_hidden_layers} blocks, counted from the last."
-            )
-        self._layer, self._torch, self._folder = layer, torch, folder
-        self._in_front = int(self._has_cls) + getattr(config, "num_register_tokens", 0)
-
-    def features(self, image: Image.Image) -> TokenFeatures:
-        """Return the norms and the salience of one RGB image's patches, and the picture that they are on.
-
-        Salience is the attention from the CLS token in the chosen layer's block, mean over heads. Without a CLS token
-        it is the mean over heads and all queries. Raises `CheckpointError` if processor and tower do not fit, and
-        `NumericsError`.
-        """
-        with _as_checkpoint_error(self._folder), self._torch.no_grad():
-            pixels = self._processor(image, return_tensors="pt")["pixel_values"]
-            outputs = self._model(pixels, output_hidden_states=True, output_attentions=True)
-        tokens = outputs.hidden_states[self._layer][0, self._in_front :].numpy()
-        received = outputs.attentions[self._layer][0, :, :, self._in_front :].mean(dim=0).numpy()
-        salience = received[0] if self._has_cls else received.mean(axis=0)
-        if not (np.isfinite(tokens).all() and np.isfinite(salience).all()):
-            raise NumericsError(f"'{self._folder}': the tower gives values that are not finite. Check its weights.")
-        picture = self._picture(pixels[0].numpy())
-        columns, rows = (size // self._model.config.patch_size for size in picture.size)
-        norms = np.linalg.norm(tokens, axis=1)
-        boxes = grid_boxes((0, 0, *picture.size), rows, columns)
-        return TokenFeatures(picture, boxes, (range(len(tokens)),), norms[None], salience[None])
-
-    def _picture(self, pixels: Any) -> Image.Image:
-        """Return the RGB picture of which `pixels` [3,height,width] are the normalised values."""
-        processor = self._processor
-        if processor.do_normalize:
-            mean, deviation = (np.reshape(v, (3, 1, 1)) for v in (processor.image_mean, processor.image_std))
-            pixels = pixels * deviation + mean
-        if processor.do_rescale:
-            pixels = pixels / processor.rescale_factor
-        return Image.fromarray(np.clip(np.rint(pixels), 0, 255).astype(np.uint8).transpose(1, 2, 0))
-
-
-def _kind(folder: Path) -> tuple[str, str, bool]:
-    try:
-        config = read_json(folder / CONFIG)
-    except UnreadableError as error:
-        raise CheckpointError(
-            f"'{folder / CONFIG}' {error}. Give a checkpoint folder in Hugging Face format."
-        ) from error
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if isinstance(model_type, str) and model_type in _KINDS:
-        return _KINDS[model_type]
-    whole = model_type in {row.model_type for row in FAMILIES.values()}
-    remedy = f"Export it first: sinkprune-export {folder} -o BUNDLE" if whole else "Give one of those, or a bundle"
-    raise CheckpointError(
-        f"'{folder}' is a checkpoint of model_type {format_value(model_type)}, expected a vision tower's: "
-        f"{', '.join(_KINDS)}. {remedy}."
-    )
-
-
-@contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Turn all errors of transformers and torch over an untrusted checkpoint into a `CheckpointError`."""
-    try:
-        yield
-    except Exception as error:
-        # Configurations, processors and models raise errors without a common base class.
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        raise CheckpointError(
-            f"'{folder}' cannot be loaded or run as a vision tower: {reason}. Give a checkpoint folder with "
-            "config.json, preprocessor_config.json and safetensors that belong together."
-        ) from error

@@ -15,8 +15,16 @@ from sinkprune.calibration.evaluation.replies import (
     choose_combinations,
     generate_answer,
 )
-from sinkprune.calibration.norms import Moment, load_moments
-from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item, items_by_picture, load_task, naming
+from sinkprune.calibration.tasks import (
+    SCENES,
+    TEST_SETS,
+    Item,
+    Moment,
+    items_by_picture,
+    load_moments,
+    load_task,
+    naming,
+)
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import WholeNumber, counted

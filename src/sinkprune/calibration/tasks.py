@@ -1,9 +1,13 @@
-"""Tasks: questions about pictures to evaluate a bundle on, from the project's own test sets or from a file.
+"""Tasks: questions about pictures, from a test set of this project or a file, and moments of a robot from a file.
 
-A file has one JSON object a line, with a `question` and an `image`, the path of the picture relative to the file.
-`answer` is a string, or a list of strings that are all right. With `options`, a list of strings, it is the letter of
-the right one, its text, or its 0-based number. `choice` is a closed list of replies to an open question. The
-default of `id` is the line's number, that of `kind` "unnamed".
+A file has one JSON object a line. A question has a `question` and an `image`, the path of the picture relative to the
+file. `answer` is a string, or a list of strings that are all right. With `options`, a list of strings, it is the
+letter of the right one, its text, or its 0-based number. `choice` is a closed list of replies to an open question.
+The default of `id` is the line's number, that of `kind` "unnamed".
+
+A moment has `cameras`, an object of paths by the names of the bundle's cameras, or a list of paths in the order of
+the policy's training; `instruction`; and `state`, a list of numbers in the robot's units. Null is a camera without a
+frame.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image
 
 from sinkprune.contract.checks import format_value
-from sinkprune.contract.errors import SinkpruneError, TaskError, UsageError
+from sinkprune.contract.errors import ImageError, SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.questions import Question
+from sinkprune.policies.observation import in_trained_order, observed
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from sinkprune.runtime.text.answer_form import checked_choices
@@ -278,3 +284,76 @@ def _letter(answer: Any, options: tuple[str, ...]) -> str:
         f"the answer is {answer!r}, expected a letter from A to {letters[-1]}, the text of an option, or a number "
         f"from 0 to {len(options) - 1}."
     )
+
+
+_MOMENT = "cameras, instruction, state, id (optional)"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a file, as `Item` is a question of one."""
+
+    id: str
+    cameras: tuple[Path | None, ...]
+    prompt: str
+    """The instruction."""
+    state: tuple[float, ...]
+
+    @property
+    def picture(self) -> str:
+        """The frames' names; moments with the same frames have the same."""
+        return " ".join(map(str, self.cameras))
+
+    @property
+    def files(self) -> list[Path]:
+        return [path for path in self.cameras if path is not None]
+
+    def load_images(self) -> list[Image.Image]:
+        return [read_image(path) for path in self.files]
+
+    def asked_as(self, other: Moment) -> Moment:
+        """Return this moment with the instruction of another."""
+        return replace(self, prompt=other.prompt)
+
+
+def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> list[Moment]:
+    """Return the first `limit` moments of a JSONL file, for the policy of `manifest`.
+
+    Every moment and its frames are checked. Raises `TaskError` with the number of the first bad line.
+    """
+    if data.suffix.lower() != ".jsonl":
+        raise TaskError(
+            f"--data is '{data}', and the bundle is a robot policy: expected a file of moments that ends in .jsonl, "
+            f"one JSON object a line: {_MOMENT}."
+        )
+    known = set[Path]()
+
+    def read(found: dict[str, Any], number: int) -> Moment:
+        moment = _moment(manifest, found, data.parent, number)
+        for path in moment.files:
+            if not path.is_file():
+                raise ImageError(f"'{path}' is no file, expected a frame. Paths are relative to the file of moments.")
+        observed(manifest, moment.cameras, moment.prompt, moment.state)
+        for path in set(moment.files) - known:
+            read_image(path)
+        known.update(moment.files)
+        return moment
+
+    return [*islice(read_jsonl(data, "moments", _MOMENT, read), limit)]
+
+
+def _moment(manifest: Manifest, found: dict[str, Any], folder: Path, number: int) -> Moment:
+    if not {"cameras", "instruction", "state"} <= found.keys() <= {*_MOMENT.removesuffix(" (optional)").split(", ")}:
+        raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_MOMENT}.")
+    cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
+    if isinstance(cameras, dict):
+        cameras = in_trained_order(manifest.acting, cameras)
+    if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
+        raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
+    # A JSON number may be an integer that no float holds.
+    if not isinstance(state, list) or not all(type(one) in (int, float) and abs(one) < 1e30 for one in state):
+        raise TaskError(f"'state' is {state!r}, expected a list of numbers.")
+    if not isinstance(instruction, str):
+        raise TaskError(f"'instruction' is {instruction!r}, expected words.")
+    paths = tuple(None if path is None else folder / path for path in cameras)
+    return Moment(str(found.get("id", number)), paths, instruction, tuple(map(float, state)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import Image
-
-from sinkprune.calibration.norms import CONFIG, NormReport, TokenFeatures, VisionTower, bundle_features, summarise
+from sinkprune.calibration.norms import NormReport, TokenFeatures, bundle_features, summarise
 from sinkprune.calibration.plots import HeatmapFolder, plot_norms
 from sinkprune.calibration.questions import (
     LIMIT,
@@ -24,14 +21,13 @@ from sinkprune.calibration.questions import (
     until_interrupted,
 )
 from sinkprune.calibration.tasks import SCENES
-from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import progress_bar, status
-from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.errors import OutputError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
-from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands.options import (
     Options,
     add_report_options,
@@ -41,7 +37,7 @@ from sinkprune.runtime.commands.options import (
     load_pipeline,
     write_measured,
 )
-from sinkprune.runtime.commands.run import note_files, note_many_pictures
+from sinkprune.runtime.commands.run import note_many_pictures
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
@@ -51,47 +47,30 @@ examples:
   sinkprune-calibrate norms bundle
   sinkprune-calibrate norms bundle --data kitchen.jsonl --json norms.json --plot norms.png
   sinkprune-calibrate norms bundle --data photos/ --limit 50 --heatmaps maps
-  sinkprune-calibrate norms ./clip-vit-large-patch14-336 --data photos/    # pip install 'sinkprune[towers]'
 """
-_FOR_BUNDLES = ("backend", "compute", "fit", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
-"""Options of bundles, which a tower without an LLM does not have."""
-
-_LAYER = -2
-"""The hidden states that LLaVA takes from its tower, counted from the last block's."""
-
-MeasureFeatures = Callable[[Image.Image], TokenFeatures]
-"""Returns the features of an RGB image's tokens."""
 
 
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    parser = _parser()
-    options = parser.parse(arguments, Options)
-    is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
-    _check_fit(parser, options, is_tower=is_tower)
+    options = _parser().parse(arguments, Options)
     folder = Path(options.data) if Path(options.data).is_dir() else None
     check_report_options(options, [] if folder else [Path(options.data)])
-    if not options.bundle.exists():
-        raise UsageError(
-            f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
-            f"folder of a vision tower, with its {CONFIG}."
-        )
-    bundle = None if is_tower else read_runnable(options.bundle, options.trust)
-    if bundle:
-        check_answers(bundle)
+    bundle = read_runnable(options.bundle, options.trust)
+    check_answers(bundle)
     with status("checking the pictures"):
         pictures = (folder_pictures(folder) if folder else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, tower, shares, notes = (
-        _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options, pictures)
-    )
+    check_unpruned_memory(options, bundle, [pictures[0].load()])
+    pipeline, model = load_pipeline(options, bundle), model_name(bundle.manifest.checkpoint.source)
+    notes = note_many_pictures(pipeline.family, {picture.name: picture.facts for picture in pictures})
+    shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
     heatmaps = HeatmapFolder(options.heatmaps) if options.heatmaps else None
 
     def measure() -> Iterator[TokenFeatures]:
         with progress_bar("looking", len(pictures), "pictures") as count:
             for number, picture in enumerate(pictures):
-                features = tower(picture.load())
+                features = bundle_features(pipeline, picture.load())
                 if heatmaps:
                     file = _heatmap_file(heatmaps.folder, pictures, number)
                     heatmaps.draw(file, features, f"{model}: {Path(picture.name).name}")
@@ -108,7 +87,7 @@ def main(arguments: Sequence[str] | None) -> None:
     norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
-    report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
+    report = replace(report, warnings=warnings, seen_share=min(shares))
     text = escaped(_text(report), keep="\n")
     end = heatmaps.end if heatmaps else lambda: None
     write_measured(
@@ -119,8 +98,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def _parser() -> CommandParser:
     parser = bundle_parser(
         "sinkprune calibrate norms",
-        "Measure the norms of a vision tower's tokens over pictures, and suggest how many outliers to remove. "
-        "BUNDLE may also be a checkpoint folder of a vision tower without an LLM: CLIP, SigLIP or DINOv2.",
+        "Measure the norms of a vision tower's tokens over pictures, and suggest how many outliers to remove.",
         _EXAMPLES,
     )
     parser.add_argument(
@@ -136,44 +114,8 @@ def _parser() -> CommandParser:
         metavar="FOLDER",
         help="draw each picture with its norms and the attention its tokens receive, as a PNG in this folder",
     )
-    parser.add_argument(
-        "--layer",
-        type=int,
-        help="for a tower without an LLM: the block to measure, counted from the last, -1 (default: -2)",
-    )
     add_report_options(parser, "the histogram of the norms")
     return parser
-
-
-def _check_fit(parser: argparse.ArgumentParser, options: Options, *, is_tower: bool) -> None:
-    foreign = _FOR_BUNDLES if is_tower else ("layer",)
-    given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
-    if given:
-        whose = "bundles and their engines" if is_tower else "vision towers without an LLM"
-        raise UsageError(
-            f"--{given[0].replace('_', '-')} is for {whose}, and '{options.bundle}' is none. Leave it out."
-        )
-
-
-def _lone_tower(
-    options: Options, pictures: Sequence[NamedPicture]
-) -> tuple[str, MeasureFeatures, list[float], list[str]]:
-    """Return the name and the features of a tower without an LLM, no shares of pictures that it sees, and notes."""
-    tower = VisionTower(options.bundle, _LAYER if options.layer is None else options.layer, options.threads)
-    notes = note_files({Path(picture.name): picture.facts.of_file for picture in pictures})
-    return options.bundle.resolve().name, tower.features, [], notes
-
-
-def _bundle_tower(
-    options: Options, bundle: Bundle, pictures: Sequence[NamedPicture]
-) -> tuple[str, MeasureFeatures, list[float], list[str]]:
-    """Return the model's name, the features of a bundle's tower, the share that it sees of each picture, notes."""
-    check_unpruned_memory(options, bundle, [pictures[0].load()])
-    pipeline = load_pipeline(options, bundle)
-    notes = note_many_pictures(pipeline.family, {picture.name: picture.facts for picture in pictures})
-    shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
-    model = model_name(bundle.manifest.checkpoint.source)
-    return model, lambda image: bundle_features(pipeline, image), shares, notes
 
 
 def _heatmap_outputs(options: Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:
