@@ -61,22 +61,22 @@ def test_cameras_may_have_names(bundle: Callable[..., Path], write: Callable[...
     assert load_moments(named, path)[0].cameras == (tmp_path / "a.png", tmp_path / "b.png")
     with pytest.raises(TaskError, match=r"line 1: found the cameras top, side, expected top, wrist\."):
         load_moments(named, write({**GOOD, "cameras": {"top": "a.png", "side": "b.png"}}))
-    with pytest.raises(TaskError, match=r"line 1: 'cameras' is \['a.png', 3\], expected"):
+    with pytest.raises(TaskError, match=r"line 1: \$\.cameras\.wrist: found 3, expected"):
         load_moments(named, write({**GOOD, "cameras": {"top": "a.png", "wrist": 3}}))
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ([1], "line 2: found [1], expected an object with the fields cameras, instruction, state, id (optional)"),
-        ({**GOOD, "answer": "yes"}, "line 2: found cameras, instruction, state, answer, expected"),
-        ({**GOOD, "cameras": "a.png"}, "line 2: 'cameras' is 'a.png', expected a list of paths"),
+        ([1], "line 2: $: found [1], expected an object. The fields are cameras, instruction, state, id (optional)"),
+        ({**GOOD, "answer": "yes"}, "line 2: $: unknown field 'answer'"),
+        ({**GOOD, "cameras": "a.png"}, "line 2: $.cameras: found 'a.png', expected an object or a list"),
         ({**GOOD, "cameras": ["a.png"]}, "line 2: found 1 camera, and the policy was exported for 2 cameras"),
         ({**GOOD, "cameras": [None, None]}, "line 2: no camera has a frame"),
         ({**GOOD, "cameras": ["a.png", "nothing.png"]}, "nothing.png' is no file, expected a frame."),
-        ({**GOOD, "state": [*STATE[1:], True]}, "expected a list of numbers."),
+        ({**GOOD, "state": [*STATE[1:], True]}, "$.state[4]: found True, expected a number"),
         ('{"cameras": ["a.png", null], "instruction": "go", "state": [1, 2, 3, 4, NaN]}', "line 2: "),
-        ({**GOOD, "state": [10**400] * 5}, "expected a list of numbers."),
+        ({**GOOD, "state": [10**400] * 5}, "$.state[0]: found a number of"),
         ({**GOOD, "state": STATE[1:]}, "line 2: the state has the shape [4], expected 5 numbers"),
     ],
 )

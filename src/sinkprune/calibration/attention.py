@@ -29,12 +29,6 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows
 from sinkprune.runtime.steps.prompt_run import Kept
 
 
-def received_attention(backend: Backend, outputs: Mapping[str, Tensor], rows: PromptRows) -> Array:
-    """Return [V]: the causal attention that visual rows receive from the text, by a layer's `query` and `key`."""
-    query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
-    return received_by_head(query, key, rows).mean(axis=0)
-
-
 def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:
     """Return [H,V]: the attention of each head's queries [1,H,S,h] to keys [1,Hkv,S,h], after RoPE.
 
@@ -54,33 +48,14 @@ def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:
     return received[:, rows.visual]
 
 
-@dataclass(frozen=True)
-class TextAttention:
-    """The distributions a_hi over the visual rows, one of every head h and text row i; each adds up to 1.
+def text_attention(query: Array, key: Array, visual: Array, text: Array) -> tuple[float, Array]:
+    """Return the mean entropy in nats, and the mean [V], of the text's attention a_hi over the visual rows, in fp64.
 
-    a_hi is the softmax of the layer's scaled logits over visual keys only. This equals the visual part of the causal
-    softmax divided by its sum, because text rows come after the last visual row and attend to all visual rows.
-    """
+    There is an a_hi of every head h and text row i, which adds up to 1: the softmax of the layer's scaled logits over
+    visual keys only. This equals the visual part of the causal softmax divided by its sum, because text rows come
+    after the last visual row and attend to all visual rows.
 
-    entropy: float
-    """In nats: the mean over heads and text rows of the entropy of a_hi."""
-    mean: Array
-    """[V] fp64: the mean of a_hi over heads and text rows; it adds up to 1."""
-
-    @property
-    def entropy_of_mean(self) -> float:
-        """In nats: the entropy of `mean`, at least `entropy`, because heads and rows look at different places."""
-        return float(_entropy(self.mean))
-
-    @property
-    def uniform(self) -> float:
-        """In nats: ln V, the most that either entropy can be."""
-        return float(np.log(len(self.mean)))
-
-
-def text_attention(query: Array, key: Array, visual: Array, text: Array) -> TextAttention:
-    """Compute in fp64 from one layer's queries [1,H,S,h] and keys [1,Hkv,S,h], both after RoPE.
-
+    `query` [1,H,S,h] and `key` [1,Hkv,S,h] are of one layer, both after RoPE.
     `visual` [V] and `text` [L] are rows of them, V at least 1. If L is 0, the last row stands for the text, as in the
     text-guided stages (method.md section 2).
     """
@@ -100,7 +75,7 @@ def text_attention(query: Array, key: Array, visual: Array, text: Array) -> Text
         # ln a = logit - ln total, also where a is 0 by rounding
         entropy += float((np.log(totals[:, 0]) - (weights * logits).sum(axis=1)).mean())
         mean += weights.mean(axis=0)
-    return TextAttention(entropy / heads, mean / heads)
+    return entropy / heads, mean / heads
 
 
 Figure = TypeVar("Figure")
@@ -116,9 +91,9 @@ class LayerFigures(Generic[Figure]):
     sink_share: Figure
     """The fraction of those rows that are sink tokens."""
     entropy: Figure
-    """Nats: entropy of the text's attention over the V rows, mean over heads and text rows (`TextAttention`)."""
+    """Nats: entropy of the text's attention over the V rows, mean over heads and text rows."""
     entropy_of_mean: Figure
-    """Nats: entropy of the attention's mean over heads and text rows."""
+    """Nats: entropy of the attention's mean over heads and text rows, which look at different places."""
     uniform: float
     """Nats: ln V, which neither entropy can exceed: fewer rows alone lower it."""
     sink_attention: Figure
@@ -221,14 +196,14 @@ def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination:
         sinks = is_sink[np.searchsorted(watch.rows.visual, alive[visual])]
         layer, tensors = segment[-1], watch.queries_and_keys.get(f"decoder_{number}")
         if tensors is not None:
-            seen = text_attention(*tensors, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))
+            entropy, mean = text_attention(*tensors, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))
             layers[str(layer)] = LayerFigures(
                 rows=len(visual),
                 sink_share=float(sinks.mean()),
-                entropy=seen.entropy,
-                entropy_of_mean=seen.entropy_of_mean,
-                uniform=seen.uniform,
-                sink_attention=float(seen.mean[sinks].sum()),
+                entropy=entropy,
+                entropy_of_mean=float(_entropy(mean)),
+                uniform=float(np.log(len(visual))),
+                sink_attention=float(mean[sinks].sum()),
             )
         if layer in watch.prefill.keep_index:
             alive = alive[loaded.backend.numpy(watch.prefill.keep_index[layer])]

@@ -161,7 +161,7 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
         width = looks[method]["linewidth"] * 0.6
         axes.errorbar(tokens, accuracies, yerr=reach, elinewidth=width, label=method, **looks[method])
     _label(axes, report)
-    _legend(figure, axes, report)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return figure_bytes(figure, suffix)
 
 
@@ -258,18 +258,15 @@ def _reach(value: Mean, scale: float) -> list[list[float]]:
 
 def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each method: SinkPruner bold, its variants in its colour, others in other colours."""
-    variants = [method for method in methods if method.startswith(f"{OWN}-")]
-    others = [method for method in methods if method != OWN and method not in variants]
-    thin = {"linewidth": 1.2, "markersize": 4, "alpha": 0.85}
-    looks: dict[str, dict[str, Any]] = {
-        OWN: {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
-    }
-    styles = [
-        *zip(variants, cycle(product(_STYLES, [_OWN_COLOUR])), strict=False),
-        *zip(others, cycle(product(_STYLES, _COLOURS)), strict=False),
-    ]
-    for method, ((linestyle, marker), colour) in styles:
-        looks[method] = {**thin, "color": colour, "linestyle": linestyle, "marker": marker}
+    own, others = cycle(product(_STYLES, [_OWN_COLOUR])), cycle(product(_STYLES, _COLOURS))
+    looks: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        if method == OWN:
+            looks[OWN] = {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
+            continue
+        (linestyle, marker), colour = next(own if method.startswith(f"{OWN}-") else others)
+        looks[method] = {"color": colour, "linestyle": linestyle, "marker": marker}
+        looks[method] |= {"linewidth": 1.2, "markersize": 4, "alpha": 0.85}
     return looks
 
 
@@ -296,25 +293,3 @@ def _label(axes: Any, report: EvaluationReport) -> None:
         f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}: {report.task}, {questions}",
         fontsize=10,
     )
-
-
-def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
-    most = {
-        method: max(own.values(), key=lambda point: point.mean_visual_tokens)
-        for method, own in report.methods.items()
-    }
-    accuracies = {method: point.accuracy for method, point in most.items()}
-    handles, labels = axes.get_legend_handles_labels()
-    entries = sorted(zip(labels, handles, strict=True), key=lambda entry: -accuracies.get(entry[0], 2.0))
-    legend = figure.legend(
-        [handle for _, handle in entries],
-        [label for label, _ in entries],
-        loc="outside right center",
-        frameon=False,
-        fontsize=9,
-        title="sorted by accuracy at the largest budget",
-        title_fontsize=9,
-    )
-    for text in legend.get_texts():
-        if text.get_text() == OWN:
-            text.set_weight("bold")

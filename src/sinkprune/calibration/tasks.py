@@ -15,15 +15,15 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from PIL import Image
 
-from sinkprune.contract.checks import format_value
+from sinkprune.contract.checks import OPTIONAL, Bounds, SchemaError, from_json
 from sinkprune.contract.errors import ImageError, SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.manifest import Manifest
@@ -46,9 +46,27 @@ TASK_BYTES = 256 << 20
 """The largest size of a task's file: about a million questions."""
 
 _GREY = (128, 128, 128)
-_REQUIRED = ("image", "question", "answer")
-_OPTIONAL = ("options", "choice", "kind", "id")
-_FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
+_OPTIONS = 26
+"""Options of a question at most: their letters."""
+
+
+@dataclass(frozen=True)
+class _QuestionLine:
+    image: str
+    question: str
+    answer: str | int | tuple[str, ...]
+    options: Annotated[tuple[str, ...], Bounds(2, _OPTIONS)] | None = field(default=None, metadata=OPTIONAL)
+    choice: Any = field(default=None, metadata=OPTIONAL)
+    kind: str = field(default=UNNAMED, metadata=OPTIONAL)
+    id: str | int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class _MomentLine:
+    cameras: dict[str, str | None] | tuple[str | None, ...]
+    instruction: str
+    state: tuple[Annotated[float, Bounds(-1e30, 1e30)], ...]
+    id: str | int | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,7 @@ class _Sample(Protocol):
 
 
 Asked = TypeVar("Asked", bound=_Sample)
+Line = TypeVar("Line", _QuestionLine, _MomentLine)
 
 
 def load_task(name: str, limit: int | None = None, also: str = "") -> list[Item]:
@@ -160,11 +179,14 @@ def _read_scenes(name: str) -> Iterator[Item]:
             yield Item(question, f"{name} {number}", picture.copy, picture_facts(picture))
 
 
-def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any], int], Asked]) -> Iterator[Asked]:
-    """Yield what `read` returns for the object and the number of each line; all have an `id` of their own.
+def read_jsonl(path: Path, what: str, line_kind: type[Line], read: Callable[[Line, int], Asked]) -> Iterator[Asked]:
+    """Yield what `read` returns for each line, and its number; all have an `id` of their own.
 
-    The file is one of `what`, objects with these `fields`. Raises `TaskError` with the number of the first bad line.
+    The file is one of `what`, each line an object that `from_json` reads as `line_kind`. Raises `TaskError` with the
+    number of the first bad line.
     """
+    names = {each.name: " (optional)" if each.metadata else "" for each in fields(line_kind)}
+    known = ", ".join(f"{name}{optional}" for name, optional in names.items())
     try:
         data = read_bytes(path, TASK_BYTES)
     except UnreadableError as error:
@@ -175,12 +197,12 @@ def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any
             continue
         try:
             try:
-                given = parsed_json(line)
+                checked = from_json(line_kind, parsed_json(line))
             except UnreadableError as error:
-                raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {fields}.") from error
-            if not isinstance(given, dict):
-                raise TaskError(f"found {format_value(given)}, expected an object with the fields {fields}.")
-            found = read(given, number)
+                raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {known}.") from error
+            except SchemaError as error:
+                raise TaskError(f"{error}. The fields are {known}.") from error
+            found = read(checked, number)
             if found.id in lines_of_ids:
                 raise TaskError(
                     f"id '{found.id}' is that of line {lines_of_ids[found.id]} too. Give each line its own "
@@ -191,36 +213,32 @@ def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any
         lines_of_ids[found.id] = number
         yield found
     if not lines_of_ids:
-        raise TaskError(f"'{path}' is empty, expected one JSON object a line: {fields}.")
+        raise TaskError(f"'{path}' is empty, expected one JSON object a line: {known}.")
 
 
 def _read_questions(path: Path) -> Iterator[Item]:
     facts: dict[Path, PictureFacts] = {}
 
-    def read(data: dict[str, Any], number: int) -> Item:
-        image, question = _read_line(data, path.parent, number)
+    def read(line: _QuestionLine, number: int) -> Item:
+        image, question = path.parent / _text("image", line.image), _question(line, number)
         if image not in facts:
             facts[image] = picture_facts(read_image(image))
         return Item(question, str(image), partial(read_image, image), facts[image], f"'{path}', line {number}")
 
-    return read_jsonl(path, "questions", _FIELDS, read)
+    return read_jsonl(path, "questions", _QuestionLine, read)
 
 
-def _read_line(data: dict[str, Any], folder: Path, number: int) -> tuple[Path, Question]:
-    for name in data:
-        if name not in (*_REQUIRED, *_OPTIONAL):
-            raise TaskError(f"unknown field '{name}', expected {_FIELDS}.")
-    for name in _REQUIRED:
-        if name not in data:
-            raise TaskError(f"'{name}' is missing, expected {_FIELDS}.")
-    options, identity = _options(data), data.get("id", number)
+def _question(line: _QuestionLine, number: int) -> Question:
+    options = tuple(_text("options", option) for option in line.options or ())
+    if len(set(options)) < len(options):
+        raise TaskError(f"'options' is {list(options)!r}, where two are the same.")
     question = Question(
-        id=str(identity) if type(identity) is int else _text("id", identity),
-        kind=_text("kind", data.get("kind", UNNAMED)),
-        text=_text("question", data["question"]),
-        answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
+        id=_text("id", str(number if line.id is None else line.id)),
+        kind=_text("kind", line.kind),
+        text=_text("question", line.question),
+        answers=(_letter(line.answer, options),) if options else _answers(line.answer),
         options=options,
-        choice=_choice(data, options),
+        choice=_choice(line.choice, options),
     )
     if question.closed_list and not any(map(question.is_right, question.closed_list)):
         raise TaskError(
@@ -228,52 +246,38 @@ def _read_line(data: dict[str, Any], folder: Path, number: int) -> tuple[Path, Q
             f"{', '.join(question.closed_list)}. Add it."
         )
     if question.is_right(""):
-        raise TaskError(f"the answer {data['answer']!r} is empty, or nothing but punctuation. Give the right words.")
-    return folder / _text("image", data["image"]), question
+        raise TaskError(f"the answer {line.answer!r} is empty, or nothing but punctuation. Give the right words.")
+    return question
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TaskError(f"'{name}' is {value!r}, expected words.")
-    return value
+def _text(name: str, words: str) -> str:
+    if not words.strip():
+        raise TaskError(f"'{name}' is {words!r}, expected words.")
+    return words
 
 
-def _answers(value: Any) -> tuple[str, ...]:
-    if value == [] or not isinstance(value, (str, list)):
-        raise TaskError(f"the answer is {value!r}, expected a string or a list of strings, or 'options' besides.")
-    return tuple(_text("answer", answer) for answer in ([value] if isinstance(value, str) else value))
+def _answers(answer: str | int | tuple[str, ...]) -> tuple[str, ...]:
+    if answer == () or isinstance(answer, int):
+        raise TaskError(f"the answer is {answer!r}, expected a string or a list of strings, or 'options' besides.")
+    return tuple(_text("answer", one) for one in ([answer] if isinstance(answer, str) else answer))
 
 
-def _options(data: dict[str, Any]) -> tuple[str, ...]:
-    if "options" not in data:
-        return ()
-    value, most = data["options"], len(string.ascii_uppercase)
-    if not isinstance(value, list) or not 2 <= len(value) <= most:
-        raise TaskError(f"'options' is {value!r}, expected a list of 2 to {most} strings.")
-    options = tuple(_text("options", option) for option in value)
-    if len(set(options)) < len(options):
-        raise TaskError(f"'options' is {value!r}, where two are the same.")
-    return options
-
-
-def _choice(data: dict[str, Any], options: tuple[str, ...]) -> tuple[str, ...]:
-    if "choice" not in data:
+def _choice(choice: Any, options: tuple[str, ...]) -> tuple[str, ...]:
+    if choice is None:
         return ()
     if options:
         raise TaskError("found 'choice' and 'options', whose letters are the closed list. Leave out one of them.")
     try:
-        return checked_choices(data["choice"])
+        return checked_choices(choice)
     except UsageError as error:
         raise TaskError(str(error)) from error
 
 
-def _letter(answer: Any, options: tuple[str, ...]) -> str:
+def _letter(answer: str | int | tuple[str, ...], options: tuple[str, ...]) -> str:
     """Return the letter of the right option, from its letter, text or 0-based number."""
     letters = string.ascii_uppercase[: len(options)]
     names = enumerate(zip(letters, options, strict=True))
-    # JSON's true and 1.0 are equal to 1, but are no numbers of options.
-    known = type(answer) in (str, int)
-    meant = [letter for number, (letter, option) in names if known and answer in (letter, option, number)]
+    meant = [letter for number, (letter, option) in names if answer in (letter, option, number)]
     if len(meant) == 1:
         return meant[0]
     if meant:
@@ -284,9 +288,6 @@ def _letter(answer: Any, options: tuple[str, ...]) -> str:
         f"the answer is {answer!r}, expected a letter from A to {letters[-1]}, the text of an option, or a number "
         f"from 0 to {len(options) - 1}."
     )
-
-
-_MOMENT = "cameras, instruction, state, id (optional)"
 
 
 @dataclass(frozen=True)
@@ -323,13 +324,16 @@ def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> li
     """
     if data.suffix.lower() != ".jsonl":
         raise TaskError(
-            f"--data is '{data}', and the bundle is a robot policy: expected a file of moments that ends in .jsonl, "
-            f"one JSON object a line: {_MOMENT}."
+            f"--data is '{data}', and the bundle is a robot policy: expected a file of moments that ends in .jsonl."
         )
     known = set[Path]()
 
-    def read(found: dict[str, Any], number: int) -> Moment:
-        moment = _moment(manifest, found, data.parent, number)
+    def read(line: _MomentLine, number: int) -> Moment:
+        cameras = line.cameras
+        if isinstance(cameras, dict):
+            cameras = tuple(in_trained_order(manifest.acting, cameras))
+        paths = tuple(None if path is None else data.parent / path for path in cameras)
+        moment = Moment(str(number if line.id is None else line.id), paths, line.instruction, line.state)
         for path in moment.files:
             if not path.is_file():
                 raise ImageError(f"'{path}' is no file, expected a frame. Paths are relative to the file of moments.")
@@ -339,21 +343,4 @@ def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> li
         known.update(moment.files)
         return moment
 
-    return [*islice(read_jsonl(data, "moments", _MOMENT, read), limit)]
-
-
-def _moment(manifest: Manifest, found: dict[str, Any], folder: Path, number: int) -> Moment:
-    if not {"cameras", "instruction", "state"} <= found.keys() <= {*_MOMENT.removesuffix(" (optional)").split(", ")}:
-        raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_MOMENT}.")
-    cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
-    if isinstance(cameras, dict):
-        cameras = in_trained_order(manifest.acting, cameras)
-    if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
-        raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
-    # A JSON number may be an integer that no float holds.
-    if not isinstance(state, list) or not all(type(one) in (int, float) and abs(one) < 1e30 for one in state):
-        raise TaskError(f"'state' is {state!r}, expected a list of numbers.")
-    if not isinstance(instruction, str):
-        raise TaskError(f"'instruction' is {instruction!r}, expected words.")
-    paths = tuple(None if path is None else folder / path for path in cameras)
-    return Moment(str(found.get("id", number)), paths, instruction, tuple(map(float, state)))
+    return [*islice(read_jsonl(data, "moments", _MomentLine, read), limit)]

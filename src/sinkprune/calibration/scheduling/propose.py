@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.calibration.attention import received_attention
+from sinkprune.calibration.attention import received_by_head
 from sinkprune.calibration.evaluation.replies import Combination, collect_replies
 from sinkprune.calibration.questions import PictureQuestion
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport, few_requests
@@ -81,7 +81,8 @@ def measure_attention(
         outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
-        attention, tokens = received_attention(backend, outputs, rows), np.zeros(layout.all_tokens)
+        query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
+        attention, tokens = received_by_head(query, key, rows).mean(axis=0), np.zeros(layout.all_tokens)
         np.add.at(tokens, source[source >= 0], attention[source >= 0])
         received.append(tokens)
     if not np.isfinite(received).all() or not np.sum(received, axis=1).all():
