@@ -80,7 +80,6 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
     r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
-    r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-calibrate attention robot-": "needs moments: see tests/calibration",
     r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
