@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import ActionCosts, ActionDeadline, CostsWarning, Policy, read_action_costs, write_costs
-from sinkprune.deadlines.costs import ACTION_COSTS, BudgetCosts, Place, cache_costs, cache_file
+from sinkprune.deadlines.costs import BudgetCosts, Place, cache_costs, cache_file
 from sinkprune.deadlines.policy import MARGIN, OtherLoad
 from sinkprune.policies.deadline import MEASURED_STEPS, measure_costs
 from sinkprune.policies.report import ActionReport
@@ -61,7 +61,7 @@ def in_time(policy: Policy, photo: Image.Image) -> ActionDeadline:
 def test_a_warm_up_keeps_its_costs(warm: Policy, photo: Image.Image) -> None:
     policy, began = Policy(warm.bundle, warm.backend), time.time()
     costs = policy.warm_up([photo, photo], "go", STATE, budget="prune-88.9", seconds=0)
-    assert ACTION_COSTS.cached(policy.place, "sinkpruner") == costs == policy.costs
+    assert ActionCosts.cached(policy.place, "sinkpruner") == costs == policy.costs
     assert (list(costs.budgets), costs.frames, costs.place, costs.load) == (["prune-88.9"], 2, policy.place, 0.0)
     assert costs.measured_at is not None and began <= costs.measured_at <= time.time()
 
@@ -81,7 +81,7 @@ def test_a_file_of_its_own_is_read(warm: Policy, photo: Image.Image, tmp_path: P
     assert in_time(policy, photo).met
 
 
-@pytest.mark.parametrize(("load", "said"), [(0.2, ""), (0.6, "took 60 % of the processors, and replace costs")])
+@pytest.mark.parametrize(("load", "said"), [(0.2, ""), (0.6, "took 60 % of the processors")])
 def test_costs_that_are_measured_under_load_are_a_warning(
     load: float, said: str, warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,7 @@ def test_costs_that_are_measured_under_load_are_a_warning(
         policy.warm_up([photo, None], "go", STATE)
     assert [each.category for each in caught] == [CostsWarning] * bool(said)
     assert all(said in str(each.message) and each.filename == __file__ for each in caught)
-    assert ACTION_COSTS.cached(warm.place, "sinkpruner") == policy.costs == replace(kept, measured_at=ANY, load=load)
+    assert ActionCosts.cached(warm.place, "sinkpruner") == policy.costs == replace(kept, measured_at=ANY, load=load)
 
 
 PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")

@@ -11,11 +11,11 @@ import json
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,8 +40,6 @@ _FAR_ABOVE = 1.5
 """Curves of costs hold up to about so many times the rows that they were measured with."""
 LOADED = 0.25
 """Costs are doubtful if other programs took a larger share of the processors meanwhile."""
-_CLEARLY = 0.1
-"""Costs replace better ones if the load meanwhile was higher by this share of the processors."""
 Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 
@@ -133,10 +131,31 @@ class RecentRatios:
     """Each later token."""
 
 
+C = TypeVar("C", bound="MeasuredCosts")
+
+_OTHER_KINDS = {
+    "costs_version": "has the costs of answers. Give it to sinkprune-run or read_costs.",
+    "action_costs_version": "has the costs of a robot policy. Give it to sinkprune-act or read_action_costs.",
+}
+"""What a file has, and what reads it, by the field of its version."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """When and under which load costs were measured, and how later requests compare with them."""
+    """When, where and under which load costs were measured, and how later requests compare with them."""
 
+    name: ClassVar[str]
+    version: ClassVar[int]
+    of: ClassVar[str]
+    """What the costs are of, in words."""
+    warm_up: ClassVar[str]
+    """The command and the function that measure and keep them."""
+    reader: ClassVar[str]
+    """The function that reads a file of them."""
+    again: ClassVar[str]
+    """How to write a file of them."""
+
+    place: Place
     measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
     """The time of the measurement, in seconds of Unix time; None before they are kept."""
     load: Annotated[float, Bounds(0, 1)] | None = None
@@ -149,27 +168,82 @@ class MeasuredCosts:
         """Seconds since the measurement; None if its time is unknown."""
         return None if self.measured_at is None else max(0.0, time.time() - self.measured_at)
 
-    def load_doubt(self, earlier: MeasuredCosts | None = None) -> str:
-        """Return what to say after "the costs" if they were measured under load, else nothing.
-
-        It also names the load of `earlier` costs, which these replace, if that was clearly lower.
-        """
+    @property
+    def load_doubt(self) -> str:
+        """What to say after "the costs" if they were measured under load, else ""."""
         load = self.load or 0.0
         if load <= LOADED:
             return ""
-        text = f"were measured while other programs took {100 * load:.0f} % of the processors"
-        if earlier is None or earlier.load is None or load - earlier.load < _CLEARLY:
-            return text
-        return f"{text}, and replace costs measured at {100 * earlier.load:.0f} %"
+        return f"were measured while other programs took {100 * load:.0f} % of the processors"
+
+    def fault(self) -> str:
+        """Return what is wrong with costs whose fields are all valid, or ""."""
+        return ""
+
+    def check_place(self, here: Place, what: str) -> None:
+        """Raise `UsageError` if these costs, in words `what`, were not measured at the place `here`."""
+        theirs, ours = to_json(self.place), to_json(here)
+        for name, value in ours.items():
+            if theirs[name] != value:
+                these = (
+                    f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
+                )
+                raise UsageError(
+                    f"{what} are of another place: their '{name}' is {format_value(theirs[name])}, here it is "
+                    f"{format_value(value)}. {these}{self.again}"
+                )
+
+    @classmethod
+    def read(cls: type[C], path: str | os.PathLike[str], here: Place) -> C:
+        """Do what `read_costs` does."""
+        check_path("path", path)
+        check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
+        costs = read_versioned(path, cls, cls.name, cls.version, cls.again, _OTHER_KINDS)
+        costs.check_place(here, f"the {cls.name} '{path}'")
+        if fault := costs.fault():
+            raise UsageError(f"the {cls.name} '{path}' {fault}. {cls.again}")
+        return costs
+
+    @classmethod
+    def cached(cls: type[C], place: Place, method: str = "") -> C | None:
+        """Return the costs of `place` that `cache_costs` wrote last, or None; those of actions are of a `method`.
+
+        None also for a file that cannot be read; the next measurement replaces it.
+        """
+        file = cache_file(place, method)
+        with suppress(UsageError, OSError):
+            return cls.read(file, place) if file else None
+        return None
+
+    @classmethod
+    def missing(cls, place: Place, method: str = "") -> DeadlineError:
+        """Return the error for a deadline at a `place` whose costs, of actions of a `method`, are not known."""
+        file = cache_file(place, method)
+        # Without the file's path, because the server's clients read the error.
+        damaged = " Their kept file cannot be read; measuring replaces it." if file and file.exists() else ""
+        return DeadlineError(
+            f"a deadline was given, and the costs of {cls.of} on this machine, with {place.backend} in "
+            f"{counted(place.threads, 'thread')}, are not known.{damaged} Measure them on this machine first, with "
+            f"{cls.warm_up}, or read measured ones: --costs FILE.json, {cls.reader}."
+        )
 
 
 @dataclass(frozen=True)
 class Costs(MeasuredCosts):
     """Milliseconds of every part of a request on an idle machine."""
 
+    name = "costs"
+    version = COSTS_VERSION
+    of = "requests"
+    warm_up = "sinkprune-run --warm-up or pipeline.warm_up(picture, prompt)"
+    reader = "read_costs"
+    again = (
+        "Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule "
+        "BUNDLE --costs FILE.json"
+    )
+
     costs_version: Count
     """`COSTS_VERSION`."""
-    place: Place
     tower: Curve
     """Preprocessing and vision tower of a picture, by its visual tokens."""
     sanitizer: Curve
@@ -192,6 +266,10 @@ class Costs(MeasuredCosts):
     """Of a pass over several rows, as for an answer of a closed list: each row after the first, with the head."""
     most_rows: Count
     """The most tokens of a measured prompt, text and visual."""
+
+    def fault(self) -> str:
+        found, expected = len(self.decoders), len(self.place.cut_after) + 1
+        return "" if found == expected else f"are of {found} decoder segments, the bundle has {expected}"
 
     def far_above(self, rows: int) -> str:
         """Return what to say after a reason if a prompt has far more `rows` than any measured one, else nothing."""
@@ -301,16 +379,25 @@ class BudgetCosts:
 class ActionCosts(MeasuredCosts):
     """What chunks cost on this machine, on an idle one. `Policy.warm_up` measures it."""
 
+    name = "action costs"
+    version = ACTION_COSTS_VERSION
+    of = "chunks"
+    warm_up = "sinkprune-act --warm-up or policy.warm_up(cameras, instruction, state)"
+    reader = "read_action_costs"
+    again = "Measure them here with Policy.warm_up and write_costs in Python."
+
     method: str
     frames: Few
     """The number of cameras with a frame. Fewer cost less."""
     budgets: dict[str, BudgetCosts]
     """By budget, those that keep the most tokens first."""
-    place: Place = field(kw_only=True)
     prompt_tokens: Count = field(kw_only=True)
     """Text tokens of the measured prompt."""
     action_costs_version: Count = ACTION_COSTS_VERSION
     """`ACTION_COSTS_VERSION`."""
+
+    def fault(self) -> str:
+        return "" if self.budgets else "are of no budget, expected one at least"
 
     def of_chunk(self, tokens: int, frames: int) -> dict[str, BudgetCosts]:
         """Return the costs by budget of a prompt with so many text tokens and cameras with a frame.
@@ -339,106 +426,6 @@ class ActionCosts(MeasuredCosts):
         return found
 
 
-C = TypeVar("C", Costs, ActionCosts)
-
-# By the field of the version: what a file has, and what reads it.
-_KINDS = {
-    "costs_version": "has the costs of answers. Give it to sinkprune-run or read_costs.",
-    "action_costs_version": "has the costs of a robot policy. Give it to sinkprune-act or read_action_costs.",
-}
-
-
-@dataclass(frozen=True)
-class CostsFormat(Generic[C]):
-    """How one kind of costs is written to files, and how users measure it."""
-
-    kind: type[C]
-    name: str
-    version: int
-    fault: Callable[[C], str]
-    """Returns what is wrong with costs whose fields are all valid, or ""."""
-    of: str
-    """What the costs are of, in words."""
-    warm_up: str
-    """The command and the function that measure and keep them."""
-    reader: str
-    """The function that reads a file of them."""
-    again: str
-    """How to write a file of them."""
-
-    def read(self, path: str | os.PathLike[str], here: Place) -> C:
-        """Do what `read_costs` does."""
-        check_path("path", path)
-        check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
-        costs = read_versioned(path, self.kind, self.name, self.version, self.again, _KINDS)
-        self.check_place(costs, here, f"the {self.name} '{path}'")
-        if fault := self.fault(costs):
-            raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
-        return costs
-
-    def check_place(self, costs: C, here: Place, what: str) -> None:
-        """Raise `UsageError` if `costs`, in words `what`, were not measured at the place `here`."""
-        theirs, ours = to_json(costs.place), to_json(here)
-        for name, value in ours.items():
-            if theirs[name] != value:
-                these = (
-                    f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
-                )
-                raise UsageError(
-                    f"{what} are of another place: their '{name}' is {format_value(theirs[name])}, here it is "
-                    f"{format_value(value)}. {these}{self.again}"
-                )
-
-    def cached(self, place: Place, method: str = "") -> C | None:
-        """Return the costs of `place` that `cache_costs` wrote last, or None; those of actions are of a `method`.
-
-        None also for a file that cannot be read; the next measurement replaces it.
-        """
-        file = cache_file(place, method)
-        with suppress(UsageError, OSError):
-            return self.read(file, place) if file else None
-        return None
-
-    def missing(self, place: Place, method: str = "") -> DeadlineError:
-        """Return the error for a deadline at a `place` whose costs, of actions of a `method`, are not known."""
-        file = cache_file(place, method)
-        # Without the file's path, because the server's clients read the error.
-        damaged = " Their kept file cannot be read; measuring replaces it." if file and file.exists() else ""
-        return DeadlineError(
-            f"a deadline was given, and the costs of {self.of} on this machine, with {place.backend} in "
-            f"{counted(place.threads, 'thread')}, are not known.{damaged} Measure them on this machine first, with "
-            f"{self.warm_up}, or read measured ones: --costs FILE.json, {self.reader}."
-        )
-
-
-def _segments_fault(costs: Costs) -> str:
-    found, expected = len(costs.decoders), len(costs.place.cut_after) + 1
-    return "" if found == expected else f"are of {found} decoder segments, the bundle has {expected}"
-
-
-ANSWER_COSTS = CostsFormat(
-    Costs,
-    "costs",
-    COSTS_VERSION,
-    _segments_fault,
-    of="requests",
-    warm_up="sinkprune-run --warm-up or pipeline.warm_up(picture, prompt)",
-    reader="read_costs",
-    again="Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule "
-    "BUNDLE --costs FILE.json",
-)
-ACTION_COSTS = CostsFormat(
-    ActionCosts,
-    "action costs",
-    ACTION_COSTS_VERSION,
-    lambda costs: "" if costs.budgets else "are of no budget, expected one at least",
-    of="chunks",
-    warm_up="sinkprune-act --warm-up or policy.warm_up(cameras, instruction, state)",
-    reader="read_action_costs",
-    again="Measure them here with Policy.warm_up and write_costs in Python.",
-)
-
-
 @checks_options
 def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> None:
     """Write costs, as `Pipeline.warm_up` or `Policy.warm_up` returns them, to the JSON file `path`.
@@ -460,7 +447,7 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
     `path` is no path or `here` no place.
     """
-    return ANSWER_COSTS.read(path, here)
+    return Costs.read(path, here)
 
 
 @checks_options
@@ -469,7 +456,7 @@ def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
 
     policy.costs = read_action_costs("chunk-costs.json", policy.place)
     """
-    return ACTION_COSTS.read(path, here)
+    return ActionCosts.read(path, here)
 
 
 def cache_file(place: Place, method: str = "") -> Path | None:
@@ -489,7 +476,7 @@ def cache_file(place: Place, method: str = "") -> Path | None:
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
-def not_kept(costs: Costs | ActionCosts, what: str = "the costs", lost: str = "later runs do not find them") -> str:
+def not_kept(costs: MeasuredCosts, what: str = "the costs", lost: str = "later runs do not find them") -> str:
     """Return sentences about `costs` that could not be written to the user's cache folder.
 
     `what` could not be written of them, and so `lost` is what later processes lack.
@@ -499,18 +486,18 @@ def not_kept(costs: Costs | ActionCosts, what: str = "the costs", lost: str = "l
     return f"{what} could not be {where}, so {lost}. Make that folder writable, or set XDG_CACHE_HOME to one that is."
 
 
-def cache_costs(costs: Costs | ActionCosts) -> Path | None:
+def cache_costs(costs: MeasuredCosts) -> Path | None:
     """Write `costs` to the user's cache folder. Return the file, or None where it cannot be written."""
     file = _file_of(costs)
     if file is None:
         return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_costs(file, costs)
+        write_versioned(file, costs)
     except (OutputError, OSError):
         return None
     return file
 
 
-def _file_of(costs: Costs | ActionCosts) -> Path | None:
+def _file_of(costs: MeasuredCosts) -> Path | None:
     return cache_file(costs.place, costs.method if isinstance(costs, ActionCosts) else "")

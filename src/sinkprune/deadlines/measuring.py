@@ -23,7 +23,6 @@ from sinkprune.deadlines.costs import (
     COSTS_VERSION,
     C,
     Costs,
-    CostsFormat,
     Curve,
     MeasuredCosts,
     Place,
@@ -144,15 +143,13 @@ def _late(tokens: Sequence[float]) -> float:
 class KeepsCosts(Generic[C]):
     """What pipelines and policies have in common: costs that later processes find."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, costs_format: CostsFormat[C]) -> None:
-        """Hold no costs yet, of `bundle` on `backend`; `costs_format` is how they are written."""
+    def __init__(self, bundle: Bundle, backend: Backend, kind: type[C]) -> None:
+        """Hold no costs of this `kind` yet, of `bundle` on `backend`."""
         self.bundle, self.backend = bundle, backend
-        self._format: CostsFormat[C] = costs_format
+        self._kind = kind
         self.costs: C | None = None
         """What requests cost on this machine, for those with a deadline. `warm_up` measures it. Without it, the first
         such request reads earlier costs from the user's cache folder."""
-        self.replaced_costs: C | None = None
-        """The costs in the user's cache folder before the last measurement, if any."""
         self._history: tuple[C, RequestHistory] | None = None
 
     @property
@@ -174,13 +171,12 @@ class KeepsCosts(Generic[C]):
         costs = self._checked(self.costs)
         return self._cache(replace(costs, recent=self._history_of(costs).recent))
 
-    def _keep_measured(self, measure: Callable[[], C], method: str = "") -> C:
-        """Measure `costs` and the load meanwhile, and cache them if possible; those of actions are of a `method`."""
-        replaced = self._format.cached(self.place, method)
+    def _keep_measured(self, measure: Callable[[], C]) -> C:
+        """Measure `costs` and the load meanwhile, and cache them if possible."""
         with self.backend.turn:
             others = OtherLoad()
             found = measure()
-        self.costs, self.replaced_costs = replace(found, measured_at=time.time(), load=others.share()), replaced
+        self.costs = replace(found, measured_at=time.time(), load=others.share())
         self._cache(self.costs)
         return self.costs
 
@@ -196,15 +192,15 @@ class KeepsCosts(Generic[C]):
 
         Raises `DeadlineError`, `UsageError` for costs of another place, and `TypeError`.
         """
-        self.costs = self._format.cached(self.place, method) if self.costs is None else self.costs
+        self.costs = self._kind.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
-            raise self._format.missing(self.place, method)
+            raise self._kind.missing(self.place, method)
         return self._checked(self.costs)
 
     def _checked(self, costs: C) -> C:
-        kind, reader = self._format.kind, self._format.reader
-        check_type("costs", costs, (kind,), f"{kind.__name__}, as {reader} and warm_up return")
-        self._format.check_place(costs, self.place, "the costs")
+        kind = self._kind
+        check_type("costs", costs, (kind,), f"{kind.__name__}, as {kind.reader} and warm_up return")
+        costs.check_place(self.place, "the costs")
         return costs
 
     def _history_of(self, costs: C) -> RequestHistory:
@@ -214,10 +210,12 @@ class KeepsCosts(Generic[C]):
         return self._history[1]
 
 
-def warn_of_load(costs: MeasuredCosts, replaced: MeasuredCosts | None) -> None:
-    """Warn with `CostsWarning` of `costs` that a busy machine measured; `replaced` are the ones kept before."""
-    if doubt := costs.load_doubt(replaced):
-        warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
+def warn_of_load(costs: MeasuredCosts) -> None:
+    """Warn with `CostsWarning` of `costs` that a busy machine measured."""
+    if costs.load_doubt:
+        warn_user(
+            f"the costs {costs.load_doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning
+        )
 
 
 def place_of(manifest: Manifest, backend: Backend) -> Place:

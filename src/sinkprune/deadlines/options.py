@@ -12,7 +12,7 @@ from sinkprune.contract.checks import escaped
 from sinkprune.contract.errors import PruningError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import VisualLayout, schedules_up_to
-from sinkprune.deadlines.costs import ANSWER_COSTS, ActionCosts, Costs, Place, not_kept
+from sinkprune.deadlines.costs import ActionCosts, Costs, MeasuredCosts, Place, not_kept
 from sinkprune.deadlines.measuring import KeepsCosts, place_of
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.runtime.backends import Backend, load_backend
@@ -33,9 +33,9 @@ def costs_before_loading(options: Options, file: Path | None, bundle: Bundle) ->
     Raises `DeadlineError`, `UsageError` for other files, and what `Pipeline.load` raises for engines and backends.
     """
     place = place_here(options, bundle)
-    costs = ANSWER_COSTS.read(file, place) if file else ANSWER_COSTS.cached(place)
+    costs = Costs.read(file, place) if file else Costs.cached(place)
     if costs is None:
-        raise ANSWER_COSTS.missing(place)
+        raise Costs.missing(place)
     return costs
 
 
@@ -99,14 +99,14 @@ def saved_costs_lines(
     costs = keeper.costs
     if costs is None:
         return ""
-    doubt = doubtful_costs(costs, keeper.replaced_costs)
+    doubt = doubtful_costs(costs)
     if options.costs:
         return doubt
     file = keeper.save_costs()
     return doubt + (kept_line(file, costs, options.budget) if measured else _lost_times_line(file, costs))
 
 
-def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRUNED) -> str:
+def kept_line(file: Path | None, costs: MeasuredCosts, budget: str = UNPRUNED) -> str:
     """Return a line about the `file` that holds `costs` for later runs, or a warning if none does.
 
     `budget` is the largest measured one.
@@ -116,7 +116,7 @@ def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRU
     return escaped(line) + "\n"
 
 
-def _lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
+def _lost_times_line(file: Path | None, costs: MeasuredCosts) -> str:
     """Return a warning if no `file` keeps how this command's requests compare with `costs`, and nothing otherwise."""
     if file:
         return ""
@@ -124,19 +124,17 @@ def _lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
     return escaped(f"warning: {not_kept(costs, what, 'they do not correct the expected times of later runs')}") + "\n"
 
 
-def doubtful_costs(
-    costs: Costs | ActionCosts, replaced: Costs | ActionCosts | None, option: str = " with --warm-up"
-) -> str:
+def doubtful_costs(costs: MeasuredCosts, option: str = " with --warm-up") -> str:
     """Return a line about `costs` that are old or were measured under load, and nothing about others.
 
-    `replaced` are the kept costs that these replaced, if any. `option` is the one that measures costs again.
+    `option` is the one that measures costs again.
     """
-    age, load_doubt = costs.age_s or 0.0, costs.load_doubt(replaced)
+    age = costs.age_s or 0.0
     old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
-    doubts = [doubt for doubt in (old, load_doubt) if doubt]
+    doubts = [doubt for doubt in (old, costs.load_doubt) if doubt]
     if not doubts:
         return ""
-    hint = costs.place.thread_hint if load_doubt else ""
+    hint = costs.place.thread_hint if costs.load_doubt else ""
     return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"
 
 

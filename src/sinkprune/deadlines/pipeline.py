@@ -8,7 +8,7 @@ from typing import Any
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.deadlines.costs import ANSWER_COSTS, Costs
+from sinkprune.deadlines.costs import Costs
 from sinkprune.deadlines.measuring import (
     MEASURING_COSTS,
     SECONDS,
@@ -31,7 +31,7 @@ class Pipeline(pipeline.Pipeline, KeepsCosts[Costs]):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        KeepsCosts.__init__(self, self.bundle, self.backend, ANSWER_COSTS)
+        KeepsCosts.__init__(self, self.bundle, self.backend, Costs)
 
     def _budgets_of(self, request: Request, plan: Plan | None, tokens: Tokens) -> Callable[[StreamState], Budgets]:
         deadline_ms = request.deadline_ms
@@ -84,7 +84,7 @@ class Pipeline(pipeline.Pipeline, KeepsCosts[Costs]):
         request = self.new_request(image, prompt, **options)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(request, seconds, report)
-        warn_of_load(costs, self.replaced_costs)
+        warn_of_load(costs)
         return costs
 
     def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:

@@ -15,7 +15,7 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.deadlines.costs import ACTION_COSTS, ActionCosts
+from sinkprune.deadlines.costs import ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS
 from sinkprune.deadlines.options import check_cost_options, first_budgets, how_late, place_here, saved_costs_lines
 from sinkprune.policies.deadline import check_costs, check_least_steps
@@ -227,7 +227,7 @@ def _usable_costs(options: Options, bundle: Bundle, frames: int) -> ActionCosts 
     if options.warm_up:
         return None
     file = options.costs
-    costs = ACTION_COSTS.read(file, place) if file else ACTION_COSTS.cached(place, options.method)
+    costs = ActionCosts.read(file, place) if file else ActionCosts.cached(place, options.method)
     if costs is None:
         return None
     try:

@@ -16,7 +16,7 @@ from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.contract.schedule import schedules_up_to
-from sinkprune.deadlines.costs import ACTION_COSTS, ActionCosts
+from sinkprune.deadlines.costs import ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, KeepsCosts, warn_of_load
 from sinkprune.policies.chunk import Choose, StepTimes, check_chunk, layouts_of, run_chunk
 from sinkprune.policies.deadline import ChunkDeadline, check_costs, least_steps, measure_costs
@@ -49,7 +49,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
         check_kind(bundle, acts=True)
-        super().__init__(bundle, backend, ACTION_COSTS)
+        super().__init__(bundle, backend, ActionCosts)
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
         self._model = load_model(bundle, backend, built, wrap, None, progress)
@@ -180,9 +180,9 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
             self._times.load(self.facts.steps)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self._keep_measured(
-                lambda: measure_costs(act, method, budgets, frames, self.place, seconds, report), method
+                lambda: measure_costs(act, method, budgets, frames, self.place, seconds, report)
             )
-        warn_of_load(costs, self.replaced_costs)
+        warn_of_load(costs)
         return costs
 
     @checks_options

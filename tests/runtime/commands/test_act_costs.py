@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sinkprune import ActionCosts, Policy, write_costs
-from sinkprune.deadlines.costs import ACTION_COSTS, cache_file
+from sinkprune.deadlines.costs import cache_file
 from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -69,7 +69,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept(policy: Policy) -> ActionCosts:
-    costs = ACTION_COSTS.cached(policy.place, "sinkpruner")
+    costs = ActionCosts.cached(policy.place, "sinkpruner")
     assert costs is not None
     return costs
 

@@ -207,7 +207,7 @@ def _kept_costs(
         raise
     finally:
         if pipeline.costs:
-            sys.stderr.write(doubtful_costs(pipeline.costs, pipeline.replaced_costs, option=""))
+            sys.stderr.write(doubtful_costs(pipeline.costs, option=""))
             sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
 
 
