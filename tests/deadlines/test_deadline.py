@@ -34,7 +34,7 @@ class Machine:
         place = Place("", manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 1, "simulated")
         nothing, token = Curve(0.0, 0.0, 0.0), Curve(5.0, 0, 0)
         segments = (Curve(2.0, 0.1, 0.0),) * len(manifest.segments)
-        self.costs = Costs(1, place, nothing, nothing, nothing, segments, nothing, 30.0, token, (), 0.0, 10**9)
+        self.costs = Costs(1, nothing, nothing, nothing, segments, nothing, 30.0, token, (), 0.0, 10**9, place=place)
         self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
         self.seconds, self.history, self.number = 0.0, RequestHistory(), 0
 

@@ -16,7 +16,7 @@ from tests.serving.test_server import served
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.serving.body_fields import ApiError
-from sinkprune.serving.connections import Callers, host_name, origin
+from sinkprune.serving.callers import Callers, host_name, origin
 
 OWN = socket.gethostname().lower()
 
@@ -28,7 +28,7 @@ def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
 
 @pytest.fixture(scope="module")
 def address(pipe: Pipeline) -> Iterator[str]:
-    with served(pipe, host="127.0.0.1", allow_hosts=("robot.example",), allow_origins=("https://ui.example",)) as it:
+    with served(pipe, host="127.0.0.1", allow_host=("robot.example",), allow_origin=("https://ui.example",)) as it:
         yield it
 
 

@@ -45,7 +45,8 @@ def hasty(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(connections, "_HEAD_S", 0.5)
     monkeypatch.setattr(connections, "_TAKING_S", 0.5)
     monkeypatch.setattr(bodies, "_DISCARDING_S", 0.5)
-    with served(pipe, max_body_seconds=0.5) as address:
+    monkeypatch.setattr(bodies, "_ARRIVING_S", 0.5)
+    with served(pipe) as address:
         yield address
 
 

@@ -23,7 +23,10 @@ from PIL import Image
 from tests.serving.test_chat_request import BODY, data_uri
 
 from sinkprune import Pipeline
-from sinkprune.serving.app import ServerSettings, new_app
+from sinkprune.contract.command_line.options import CommandParser
+from sinkprune.runtime.commands.options import Options
+from sinkprune.serving.app import new_app
+from sinkprune.serving.command import add_app_options
 from sinkprune.serving.connections import Server
 from sinkprune.serving.responses import TokenLogprobs
 from support.programs.printed_commands import blocks
@@ -35,9 +38,13 @@ AS_JSON = {"Content-Type": "application/json"}
 
 
 @contextmanager
-def served(pipeline: Pipeline, **settings: Any) -> Iterator[str]:
-    """Yield the address of a server in this process."""
-    server = Server(new_app(pipeline, ServerSettings(**{"name": "m", "budget": "retain-64", **settings})), drain_s=1)
+def served(pipeline: Pipeline, **changed: Any) -> Iterator[str]:
+    """Yield the address of a server in this process, whose options are the usual ones but for those `changed`."""
+    parser = CommandParser("sinkprune serve", "", "")
+    add_app_options(parser)
+    options = parser.parse([], Options)
+    vars(options).update({"name": "m", "budget": "retain-64", "host": "0.0.0.0", **changed})
+    server = Server(new_app(pipeline, options), drain_s=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # As in `sinkprune-serve`: each response would wait 40 ms for the client.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

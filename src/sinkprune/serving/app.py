@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,19 +25,19 @@ from starlette.types import Receive, Scope, Send
 
 from sinkprune.contract.checks import counted, format_value
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.request import DEFAULT_METHOD
 from sinkprune.serving.bodies import Bodies, Body, Places
 from sinkprune.serving.body_fields import RETRY_S, ApiError, field_of, shortage, shutting_down
+from sinkprune.serving.callers import Callers
 from sinkprune.serving.chat_request import ChatReader, ChatRequest
 from sinkprune.serving.chat_tools import ToolAnswerReader
-from sinkprune.serving.connections import Callers
 from sinkprune.serving.page import Metrics, page_endpoint
 from sinkprune.serving.picture_urls import MOST_REMOTE_BYTES, PictureReader, fetch_https
 from sinkprune.serving.responses import Completion, FileNotes, TokenLogprobs, event
 from sinkprune.serving.scheduler import Job, Scheduler
-from sinkprune.serving.sessions import MAX_BYTES, Session
+from sinkprune.serving.sessions import Session
 
 # Each has a thread and a connection.
 _FETCHED_AT_ONCE = 16
@@ -51,46 +51,15 @@ _Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
 """A token's text with the log probabilities since the last, or how the request ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What a server answers, and its limits."""
-
-    name: str
-    """The model's name."""
-    budget: str
-    """The budget of requests that name none."""
-    method: str = DEFAULT_METHOD
-    """The method of requests that name none."""
-    api_key: str | None = None
-    """The key that requests must have in `Authorization: Bearer`; None for none."""
-    host: str = "0.0.0.0"
-    """Where the server listens. Without a key, it rejects requests that name another host."""
-    allow_hosts: tuple[str, ...] = ()
-    """Further names that requests without a key may call the server by."""
-    allow_origins: tuple[str, ...] = ()
-    """The origins of pages, other than the server's own, that may send requests and read responses."""
-    allow_remote_images: bool = False
-    """Whether the server fetches pictures from https addresses."""
-    max_body_bytes: int = 64 << 20
-    max_body_seconds: float = 60.0
-    """How long a body may take to arrive."""
-    max_waiting_bytes: int = 256 << 20
-    """The most bytes of all bodies that arrive, wait or are answered, with pictures that were fetched for them."""
-    max_queue: int = 64
-    """The most requests that arrived whole and are being read, and the most that wait or run."""
-    max_active: int = 8
-    """The most requests that run at once. Each has KV caches."""
-    session_bytes: int = MAX_BYTES
-    """The memory for what requests about the same pictures share; 0 for none."""
-
-
-def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
+def new_app(pipeline: Pipeline, options: Options) -> Starlette:
     """Return the application, whose scheduler starts and ends with it.
+
+    `options` are those of `add_app_options`, as `read_app_bundle` completes them, and `host`.
 
     While it runs, any thread may call `app.state.end_requests()`, which ends all requests with status 503 and returns
     after the model's current step.
     """
-    server = _Server(pipeline, settings)
+    server = _Server(pipeline, options)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -111,24 +80,24 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
     ]
     handlers: Any = {HTTPException: server.http_error, Exception: server.our_error}
     cors = Middleware(
-        CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+        CORSMiddleware, allow_origins=options.allow_origin, allow_methods=("GET", "POST"), allow_headers=("*",)
     )
-    middleware = [cors] if settings.allow_origins else []
+    middleware = [cors] if options.allow_origin else []
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 class _Server:
-    def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
-        self._settings, self._pipeline = settings, pipeline
+    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+        self._options, self._pipeline = options, pipeline
         # TensorRT engines of opset20 take no new rows after earlier ones.
-        self._session = Session(pipeline, settings.session_bytes) if pipeline.backend.resumes else None
+        self._session = Session(pipeline, options.session_bytes) if pipeline.backend.resumes else None
         answering = self._session or pipeline
         self._reader = ChatReader(
-            settings.name, settings.budget, settings.method, pipeline, PictureReader(pipeline.family, None)
+            options.name, options.budget, options.method, pipeline, PictureReader(pipeline.family, None)
         )
-        self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
-        self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
-        self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds, settings.max_waiting_bytes)
+        self.scheduler = Scheduler(answering, most_jobs=options.max_queue, most_active=options.max_active)
+        self._callers = Callers(options.host, options.allow_host, options.allow_origin)
+        self._bodies = Bodies(options.max_body_bytes, options.max_waiting_bytes)
         self._reading = self._fetching = 0
         self._parsing_small, self._parsing_large = Places(_PARSED_AT_ONCE, more=1), Places(1)
         self._started = int(time.time())
@@ -140,7 +109,7 @@ class _Server:
 
     def guarded(self, endpoint: _Endpoint, *, needs_key: bool = False) -> _Endpoint:
         """Return `endpoint` for callers that may send requests, and with errors as JSON."""
-        key = self._settings.api_key
+        key = self._options.api_key
 
         async def guarded(http: Request) -> Response:
             try:
@@ -182,7 +151,7 @@ class _Server:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "sinkprune"}
 
     async def health(self, http: Request) -> Response:
-        return JSONResponse({"status": "ok", "model": self._settings.name, "backend": self._pipeline.backend.name})
+        return JSONResponse({"status": "ok", "model": self._options.name, "backend": self._pipeline.backend.name})
 
     async def metrics_page(self, http: Request) -> Response:
         return PlainTextResponse(self._metrics.text())
@@ -237,13 +206,13 @@ class _Server:
         self._metrics.ended(200)
 
     async def _read(self, http: Request, body: Body) -> ChatRequest:
-        if self._reading >= self._settings.max_queue:
+        if self._reading >= self._options.max_queue:
             others = counted(self._reading, "other request")
             raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
         reader, data = self._reader, body.data
         parsing = self._parsing_large if len(data) > _SMALL_BODY else self._parsing_small
         priority = body.priority
-        if self._settings.allow_remote_images:
+        if self._options.allow_remote_images:
             pictures = replace(
                 reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url, body, parsing, priority)
             )

@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from sinkprune.serving.body_fields import RETRY_S, ApiError, shutting_down
 
+_ARRIVING_S = 60.0
+"""How long a body may take to arrive."""
 _DISCARDING_S = 10.0
 """How long the rest of a rejected body is read."""
 _PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,3})(?![0-9])')
@@ -49,9 +51,9 @@ class Body:
 class Bodies:
     """Reads and counts bodies. All calls are made in the server's event loop."""
 
-    def __init__(self, max_bytes: int, max_seconds: float, most_held: int) -> None:
-        """Allow bodies of `max_bytes` that arrive within `max_seconds`, and `most_held` bytes of all together."""
-        self._max_bytes, self._max_seconds, self._most_held = max_bytes, max_seconds, most_held
+    def __init__(self, max_bytes: int, most_held: int) -> None:
+        """Allow bodies of `max_bytes`, and `most_held` bytes of all together."""
+        self._max_bytes, self._most_held = max_bytes, most_held
         self._held = 0
         self._bodies = set[Body]()
         self.ends, self._scopes = False, set[CancelScope]()
@@ -65,7 +67,7 @@ class Bodies:
         self._bodies.add(body)
         http.state.reads_body = True
         try:
-            with self._limited(self._max_seconds) as scope:
+            with self._limited(_ARRIVING_S) as scope:
                 body.arriving = scope
                 await self._append(http, body)
             body.arriving = None
@@ -141,7 +143,7 @@ class Bodies:
             return shutting_down()
         if body not in self._bodies:
             return _no_room(self._most_held)
-        return ApiError(f"the body did not arrive within {self._max_seconds:g} seconds. Send it faster.", status=408)
+        return ApiError(f"the body did not arrive within {_ARRIVING_S:g} seconds. Send it faster.", status=408)
 
 
 def _no_room(most: int) -> ApiError:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -28,7 +28,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, DEFAULT_NEW_TOKENS
-from sinkprune.serving.connections import host_name, origin
+from sinkprune.serving.callers import host_name, origin
 from sinkprune.serving.sessions import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -55,18 +55,6 @@ Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as 
 bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable
 {API_KEY}.
 """
-
-
-class AppBundle(NamedTuple):
-    """A bundle that the application can serve as the options require, before its graphs are loaded."""
-
-    bundle: Bundle
-    name: str
-    """The model's name."""
-    models: tuple[str, ...]
-    """The names that requests may have in `model`."""
-    api_key: str | None
-    """The key that requests must have; None for none."""
 
 
 def add_app_options(parser: CommandParser) -> None:
@@ -101,7 +89,14 @@ def add_app_options(parser: CommandParser) -> None:
         default=8,
         help="requests that run at once, with KV caches; the first of a higher priority always does (default: 8)",
     )
-    add("--max-body-mb", type=_MAX_BODY_MB, default=64, help="the largest request, in MiB (default: 64)")
+    add(
+        "--max-body-mb",
+        dest="max_body_bytes",
+        type=lambda word: _MAX_BODY_MB(word) * _MIB,
+        default=64 * _MIB,
+        metavar="MAX_BODY_MB",
+        help="the largest request, in MiB (default: 64)",
+    )
     add(
         "--max-waiting-bytes",
         type=_MAX_WAITING_BYTES,
@@ -111,76 +106,63 @@ def add_app_options(parser: CommandParser) -> None:
     )
     add(
         "--session-mb",
-        type=_SESSION_MB,
-        default=MAX_BYTES // _MIB,
+        dest="session_bytes",
+        type=lambda word: _SESSION_MB(word) * _MIB,
+        default=MAX_BYTES,
+        metavar="SESSION_MB",
         help=f"memory for what questions about the same pictures share, in MiB (default: {MAX_BYTES // _MIB})",
     )
 
 
-def read_app_bundle(options: Options) -> AppBundle:
+def read_app_bundle(options: Options) -> Bundle:
     """Read the bundle's manifest, and check that it has what the options name.
 
-    Raises `BundleError`, `BudgetError`, and `UsageError` for a robot policy, for a wrong name or key, and without the
-    extra `server`.
+    Sets `options.name` and `options.api_key` where they were not given. Raises `BundleError`, `BudgetError`, and
+    `UsageError` for a robot policy, for a wrong name or key, and without the extra `server`.
     """
     bundle = read_runnable(options.bundle, options.trust)
     check_kind(bundle, acts=False)
-    import_server()
-    from sinkprune.serving.chat_request import model_names
-
+    _import_app()
     bundle.manifest.plan(options.method, options.budget)
-    if options.max_waiting_bytes < options.max_body_mb * _MIB:
+    if options.max_waiting_bytes < options.max_body_bytes:
         raise UsageError(
-            f"--max-waiting-bytes is {options.max_waiting_bytes}, expected {options.max_body_mb * _MIB} or more: one "
-            f"request may have {options.max_body_mb} MiB (--max-body-mb). Raise it, or lower --max-body-mb."
+            f"--max-waiting-bytes is {options.max_waiting_bytes}, expected {options.max_body_bytes} or more: one "
+            f"request may have {options.max_body_bytes // _MIB} MiB (--max-body-mb). Raise it, or lower "
+            "--max-body-mb."
         )
-    name = options.bundle.resolve().name if options.name is None else options.name
+    name = options.name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
-    return AppBundle(bundle, name, model_names(name, bundle.manifest, options.method), _api_key(options))
+    options.api_key = _api_key(options)
+    return bundle
 
 
-def load_app(options: Options, found: AppBundle, host: str) -> Starlette:
-    """Load the graphs and return the application, whose server listens at `host`.
+def load_app(options: Options, bundle: Bundle) -> Starlette:
+    """Load the graphs and return the application, whose server listens at `options.host`.
 
     Prints a note on stderr if the model sees pictures in part.
 
     Raises `TooLittleMemoryError`, `UsageError` for costs of other engines, and what `load_pipeline` raises.
     """
-    server = import_server()
-    usual = load_family(found.bundle.manifest, options.fit).layout(_USUAL_PICTURE)
-    check_memory(options, found.bundle, [usual], options.method, [UNPRUNED, options.budget], "", DEFAULT_NEW_TOKENS)
-    pipeline = Pipeline.load(found.bundle, fit=options.fit, **options.loading)
+    usual = load_family(bundle.manifest, options.fit).layout(_USUAL_PICTURE)
+    check_memory(options, bundle, [usual], options.method, [UNPRUNED, options.budget], "", DEFAULT_NEW_TOKENS)
+    pipeline = Pipeline.load(bundle, fit=options.fit, **options.loading)
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     with status("loading the pruning graphs"):
         pipeline.load_plans(options.method)
-    settings = server.ServerSettings(
-        name=found.name,
-        budget=options.budget,
-        method=options.method,
-        api_key=found.api_key,
-        host=host,
-        allow_hosts=tuple(options.allow_host),
-        allow_origins=tuple(options.allow_origin),
-        allow_remote_images=options.allow_remote_images,
-        max_body_bytes=options.max_body_mb * _MIB,
-        max_waiting_bytes=options.max_waiting_bytes,
-        max_queue=options.max_queue,
-        max_active=options.max_active,
-        session_bytes=options.session_mb * _MIB,
-    )
-    if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
+    if usual.seen_share < 1:
         log(
-            f"note: of a picture of {layout.size[0]}x{layout.size[1]} pixels, {seen_part(layout)}. Each response has "
+            f"note: of a picture of {usual.size[0]}x{usual.size[1]} pixels, {seen_part(usual)}. Each response has "
             "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md)."
         )
-    if options.session_mb and not pipeline.backend.resumes:
+    if options.session_bytes and not pipeline.backend.resumes:
         log(
             f"note: nothing is kept between requests (--session-mb), because engines of dialect opset20 on "
             f"'{pipeline.backend.name}' take no new rows after earlier ones."
         )
-    return server.new_app(pipeline, settings)
+    app: Starlette = _import_app().new_app(pipeline, options)
+    return app
 
 
 def log(line: str) -> None:
@@ -209,8 +191,8 @@ def _api_key(options: Options) -> str | None:
     return key
 
 
-def import_server() -> Any:
-    """Return the module `server.app`; raises `UsageError` without the extra `server`."""
+def _import_app() -> Any:
+    """Return the module `serving.app`; raises `UsageError` without the extra `server`."""
     with needs_package("the server", "pip install 'sinkprune[server]'"):
         import uvicorn  # noqa: F401
 
@@ -237,11 +219,12 @@ def main(arguments: Sequence[str] | None) -> None:
     read = [*options.key_files, *([options.costs] if options.costs else [])]
     check_outputs(json_outputs(options.json), read, options.folders)
 
-    found = read_app_bundle(options)
+    bundle = read_app_bundle(options)
     # Before the engines are loaded, because a port that is taken should be reported soon.
     with _listening(options.host, options.port) as listener:
-        app = load_app(options, found, options.host)
+        app = load_app(options, bundle)
         # After the check that uvicorn is installed.
+        from sinkprune.serving.chat_request import model_names
         from sinkprune.serving.connections import Server
 
         server = Server(app, drain_s=options.drain_s, max_queue=options.max_queue)
@@ -256,9 +239,10 @@ def main(arguments: Sequence[str] | None) -> None:
         hangups = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
         for number in (signal.SIGINT, signal.SIGTERM, *hangups):
             signal.signal(number, server.handle_exit)
-        write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": found.models})
+        models = model_names(options.name, bundle.manifest, options.method)
+        write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": models})
         page = f"http://{shown}:{port}/"
-        log(f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.")
+        log(f"{escaped(options.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.")
         asyncio.run(server.serve([listener]))
         log("The server has ended.")
 

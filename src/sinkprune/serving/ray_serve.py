@@ -33,8 +33,7 @@ class Replica:
         """Load the bundle and return the application."""
         # The replica's log has one note instead.
         warnings.simplefilter("ignore", PictureWarning)
-        # Where Ray's proxies listen, on this machine or on others, is set elsewhere.
-        return load_app(self._options, read_app_bundle(self._options), "0.0.0.0")
+        return load_app(self._options, read_app_bundle(self._options))
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -102,6 +101,8 @@ def _parse(arguments: Mapping[str, Any]) -> Options:
         elif text.lower() == "true":
             words.append(option)
     options = parser.parse(words, Options)
+    # Where Ray's proxies listen, on this machine or on others, is set elsewhere.
+    options.host = "0.0.0.0"
     if options.threads is None:
         options.threads = max(1, usable_cores() // options.replicas)
     # Replicas may have another current folder.
