@@ -40,10 +40,7 @@ from sinkprune.policies.report import (
     ActionReport,
     ChunkReport,
     PolicyBudgetReport,
-    PolicyFlops,
     PolicyReport,
-    PrefixAndStep,
-    PrefixEfficiency,
 )
 from sinkprune.runtime.commands.options import Options, check_memory, name_list, write_measured
 from sinkprune.runtime.commands.profile import ProfileExtension, measured_rounds
@@ -124,8 +121,8 @@ def _budget_report(
     ms, base_ms = _spreads(runs), _spreads(unpruned)
     flops, base_flops = _flops(runs), _flops(unpruned)
     one = next(iter(runs.values()))[0]
-    speedup = PrefixAndStep(ratio(base_ms["prefill"], ms["prefill"]), ratio(base_ms["step"], ms["step"]))
-    ideal = PrefixAndStep(base_flops.prefix / flops.prefix, base_flops.step / flops.step)
+    speedup = {"prefix": ratio(base_ms["prefill"], ms["prefill"]), "step": ratio(base_ms["step"], ms["step"])}
+    ideal = {part: base_flops[part] / flops[part] for part in speedup}
     return PolicyBudgetReport(
         visual_tokens=one.visual_tokens,
         kept_after_sanitizer=one.tokens_per_layer[0],
@@ -135,11 +132,8 @@ def _budget_report(
         flops=flops,
         speedup=speedup,
         flops_speedup=ideal,
-        efficiency=PrefixEfficiency(speedup.prefix / ideal.prefix),
-        chunks={
-            str(steps): _chunk_report(own, unpruned[steps], base_flops.chunk(steps) / flops.chunk(steps))
-            for steps, own in runs.items()
-        },
+        efficiency={"prefix": speedup["prefix"] / ideal["prefix"]},
+        chunks={str(steps): _chunk_report(own, unpruned[steps]) for steps, own in runs.items()},
     )
 
 
@@ -149,21 +143,20 @@ def _spreads(runs: dict[int, list[ActionReport]]) -> dict[str, Spread]:
     return {part: Spread.of(steps if part == "step" else [run.ms[part] for run in every]) for part in PROFILE_PARTS}
 
 
-def _flops(runs: dict[int, list[ActionReport]]) -> PolicyFlops:
+def _flops(runs: dict[int, list[ActionReport]]) -> dict[str, int]:
     one = next(iter(runs.values()))[0]
-    return PolicyFlops(one.flops.tower, one.flops.projector, one.flops.prefix, one.flops.expert // one.steps)
+    flops = vars(one.flops)
+    return {**{part: flops[part] for part in ("tower", "projector", "prefix")}, "step": flops["expert"] // one.steps}
 
 
-def _chunk_report(
-    runs: Sequence[ActionReport], unpruned: Sequence[ActionReport], flops_speedup: float
-) -> ChunkReport:
+def _chunk_report(runs: Sequence[ActionReport], unpruned: Sequence[ActionReport]) -> ChunkReport:
     ms, base = (Spread.of([run.ms["latency"] for run in own]) for own in (runs, unpruned))
     return ChunkReport(
         ms=ms,
         rate_hz=1e3 / ms.median,
         jitter_ms=ms.p95 - ms.median,
         speedup=ratio(base, ms),
-        flops_speedup=flops_speedup,
+        flops_speedup=unpruned[0].flops.total / runs[0].flops.total,
     )
 
 
@@ -272,11 +265,11 @@ def _print_tables(report: PolicyReport) -> None:
             spread_text(budget.ms["prefill"]),
             median_text(budget.ms["select"]),
             spread_text(budget.ms["step"]),
-            f"{budget.speedup.prefix:.2f}",
-            f"{budget.flops_speedup.prefix:.2f}",
-            f"{100 * budget.efficiency.prefix:.0f} %",
-            f"{budget.speedup.step:.2f}",
-            f"{budget.flops_speedup.step:.2f}",
+            f"{budget.speedup['prefix']:.2f}",
+            f"{budget.flops_speedup['prefix']:.2f}",
+            f"{100 * budget.efficiency['prefix']:.0f} %",
+            f"{budget.speedup['step']:.2f}",
+            f"{budget.flops_speedup['step']:.2f}",
         )
     console.print(parts)
     chunks = make_table(["budget"], ["steps", "chunk", "Hz", "jitter", "chunk x", "ideal x"])

@@ -127,39 +127,6 @@ part of `prefill`, the decoder's run over the prefix. A chunk takes all others, 
 
 
 @dataclass(frozen=True)
-class PolicyFlops:
-    """Matmul FLOPs of a chunk's parts."""
-
-    tower: int
-    """The vision tower on all cameras."""
-    projector: int
-    """The projector on the tokens that are kept."""
-    prefix: int
-    """The decoder on the prefix."""
-    step: int
-    """The expert in one denoising step."""
-
-    def chunk(self, steps: int) -> int:
-        """Return the FLOPs of a chunk of so many denoising steps."""
-        return self.tower + self.projector + self.prefix + steps * self.step
-
-
-@dataclass(frozen=True)
-class PrefixAndStep:
-    """One figure for the decoder on the prefix, and one for a denoising step, which reads the prefix."""
-
-    prefix: float
-    step: float
-
-
-@dataclass(frozen=True)
-class PrefixEfficiency:
-    """Measured speed-up divided by the ideal speed-up by FLOPs."""
-
-    prefix: float
-
-
-@dataclass(frozen=True)
 class ChunkReport:
     """Whole chunks of a budget at one number of denoising steps."""
 
@@ -186,12 +153,15 @@ class PolicyBudgetReport:
     mean_visual_tokens: float
     ms: dict[str, Spread]
     """Milliseconds by part, those of `PARTS`, over the chunks of all numbers of steps."""
-    flops: PolicyFlops
-    speedup: PrefixAndStep
-    """Compared with the unpruned engines, by median milliseconds."""
-    flops_speedup: PrefixAndStep
-    """Compared with the unpruned engines, by FLOPs alone."""
-    efficiency: PrefixEfficiency
+    flops: dict[str, int]
+    """Matmul FLOPs: the vision `tower` on all cameras, the `projector` on the tokens that are kept, the decoder
+    on the `prefix`, and the expert in one denoising `step`."""
+    speedup: dict[str, float]
+    """Of `prefix` and `step`, compared with the unpruned engines, by median milliseconds."""
+    flops_speedup: dict[str, float]
+    """The same by FLOPs alone."""
+    efficiency: dict[str, float]
+    """Of `prefix`: the measured speed-up divided by the one by FLOPs."""
     chunks: dict[str, ChunkReport]
     """By the number of denoising steps."""
 
