@@ -97,7 +97,7 @@ def test_a_body_has_few_values(address: str) -> None:
     ],
 )
 def test_the_priority_is_known_before_a_body_is_parsed(body: bytes, priority: int) -> None:
-    arrived = Body(Bodies(1, 1, 1))
+    arrived = Body(Bodies(1, 1))
     arrived.data += body
     assert arrived.priority == priority
 
