@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from itertools import count, islice
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped, to_json
+from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import RunningOutput, json_outputs, write_result
 from sinkprune.contract.command_line.table_console import few_note
@@ -24,7 +22,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.report import Spread
 from sinkprune.jetson.bags.answers_file import FrameResult, Journal, open_journal, write_answers
 from sinkprune.jetson.bags.bag import Bag, Frame, open_bag, read_frame
-from sinkprune.jetson.bags.bag_file import MOST_BYTES
+from sinkprune.jetson.bags.bag_file import MOST_BYTES, Message
 from sinkprune.runtime.commands.options import (
     Options,
     add_method,
@@ -49,18 +47,6 @@ from sinkprune.serving.form_options import add_form_options, read_form
 _NS = 1_000_000_000
 
 
-class Fate(Enum):
-    """What becomes of a frame."""
-
-    CHOSEN = "chosen"
-    OUTSIDE = "outside"
-    """Before --start or after --end."""
-    SKIPPED = "skipped"
-    """A frame of the same period was chosen, or one of a period before which this frame belongs."""
-    AFTER_LIMIT = "after_limit"
-    """--limit frames were chosen before."""
-
-
 @dataclass(frozen=True)
 class Sampling:
     """The frames that are wanted. Seconds count from the first frame of the topic."""
@@ -77,152 +63,86 @@ class FrameChooser:
     """Chooses frames one after the other. The same times and settings give the same choice again."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._wanted, self._count, self._chosen = sampling, 0, 0
-        self._first_ns = self._last_ns = 0
+        self._wanted = sampling
+        self.counts = {"total": 0, "chosen": 0, "skipped": 0, "outside": 0, "after_limit": 0}
+        """What became of the frames so far; all other numbers add up to `total`."""
+        self.first_ns = self._last_ns = 0
+        """The time of the first frame, from which `--start` and `--end` count."""
         self._chosen_ns: int | None = None
         self.goes_back: tuple[int, int] | None = None
         """The number of the first frame that is older than the frame before it, and by how many nanoseconds."""
 
-    def fate(self, time_ns: int) -> Fate:
-        """Return what becomes of the next frame, which was recorded at `time_ns`."""
-        wanted = self._wanted
-        if not self._count:
-            self._first_ns = time_ns
+    def chooses(self, time_ns: int) -> bool:
+        """Return whether the next frame, which was recorded at `time_ns`, is wanted."""
+        if not self.counts["total"]:
+            self.first_ns = time_ns
         elif time_ns < self._last_ns and self.goes_back is None:
-            self.goes_back = self._count, self._last_ns - time_ns
-        self._count, self._last_ns = self._count + 1, time_ns
+            self.goes_back = self.counts["total"], self._last_ns - time_ns
+        fate, self._last_ns = self._fate(time_ns), time_ns
+        self.counts["total"] += 1
+        self.counts[fate] += 1
+        if fate == "chosen":
+            self._chosen_ns = time_ns
+        return fate == "chosen"
+
+    def _fate(self, time_ns: int) -> str:
+        wanted = self._wanted
         # In whole nanoseconds, because a float of the seconds since 1970 is not exact.
-        since_ns = time_ns - self._first_ns
+        since_ns = time_ns - self.first_ns
         if (wanted.start_s is not None and since_ns < round(wanted.start_s * _NS)) or (
             wanted.end_s is not None and since_ns > round(wanted.end_s * _NS)
         ):
-            return Fate.OUTSIDE
-        if wanted.limit is not None and self._chosen >= wanted.limit:
-            return Fate.AFTER_LIMIT
+            return "outside"
+        if wanted.limit is not None and self.counts["chosen"] >= wanted.limit:
+            return "after_limit"
         if wanted.every_s and self._chosen_ns is not None:
             every_ns = max(1, round(wanted.every_s * _NS))
-            period, chosen = since_ns // every_ns, (self._chosen_ns - self._first_ns) // every_ns
+            period, chosen = since_ns // every_ns, (self._chosen_ns - self.first_ns) // every_ns
             # A frame that is older by a whole period is after a clock that was set back. Others came late.
             if period <= chosen and time_ns > self._chosen_ns - every_ns:
-                return Fate.SKIPPED
-        self._chosen, self._chosen_ns = self._chosen + 1, time_ns
-        return Fate.CHOSEN
+                return "skipped"
+        return "chosen"
 
 
 _MOST_UNDECODED, _MOST_UNDECODED_BYTES = 100, 2 * MOST_BYTES
 """The frames after which a replay stops to look for a first one that can be decoded."""
 _MOST_LISTED = 10_000
+"""The most failures that a report lists."""
 
 
-@dataclass(frozen=True)
-class FrameCounts:
-    """What became of the frames of a topic. All other numbers add up to `total`."""
-
-    total: int
-    """The frames of the topic that the bag holds, as far as it can be read."""
-    answered: int
-    failed: int
-    """Frames that were chosen, and whose pictures could not be decoded."""
-    skipped: int
-    """Frames that --every or --max-rate left out."""
-    outside: int
-    """Frames before --start or after --end."""
-    after_limit: int
-    """Frames after the last of --limit."""
-
-
-@dataclass(frozen=True)
-class FrameFailure:
-    """A frame that was chosen, and not answered."""
-
-    frame: int
-    """Its number in the topic, from 0."""
-    time_ns: int
-    """When it was recorded, in nanoseconds since 1970."""
-    reason: str
+def _first_frame(bag: Bag, topic: str, sampling: Sampling) -> Frame:
+    """Return the first wanted frame that can be decoded. Raises `BagError` if there is none."""
+    type_name, chooser, reason, undecoded = bag.check_pictures(topic), FrameChooser(sampling), "", 0
+    counts = chooser.counts
+    for message in bag.messages(topic):
+        if not chooser.chooses(message.time_ns):
+            continue
+        try:
+            return read_frame(type_name, message.data)
+        except ImageError as error:
+            reason, undecoded = reason or str(error), undecoded + len(message.data)
+        if counts["chosen"] == _MOST_UNDECODED or undecoded > _MOST_UNDECODED_BYTES:
+            raise BagError(
+                f"none of the first {counts['chosen']} wanted frames of topic '{topic}' in '{bag.path}' can be "
+                f"decoded: {reason.rstrip('.')}. Choose another topic or --start."
+            )
+    found = [f"'{bag.path}' has {counts['total']} frames of topic '{topic}'"]
+    found += [f"none of the {counts['chosen']} that are wanted can be decoded: {reason}"] if reason else []
+    found += [f"{counts['outside']} are before --start or after --end"] if counts["outside"] else []
+    found += [bag.damage] if bag.damage else []
+    raise BagError("; ".join(part.rstrip(".") for part in found) + ". Choose another topic or other times.")
 
 
-Answer = Callable[[FrameResult, Frame], FrameResult]
-"""Returns the result of a frame, from a result with the frame's number and times. Raises `ImageError` for a picture
-that the model cannot take."""
-
-
-class TopicReplay:
-    """The frames of a topic with pictures, of which some are wanted."""
-
-    def __init__(self, bag: Bag, topic: str, sampling: Sampling) -> None:
-        """Check that the topic has pictures; raises `BagError`."""
-        self.bag, self.topic, self.sampling = bag, topic, sampling
-        self.began_ns = 0
-        """The time of the topic's first frame, from which `--start` and `--end` count."""
-        self.goes_back: tuple[int, int] | None = None
-        """`FrameChooser.goes_back`, once `run` has ended."""
-        self.type_name = bag.check_pictures(topic)
-
-    def first_frame(self) -> Frame:
-        """Return the first wanted frame that can be decoded. Raises `BagError` if there is none."""
-        chooser, fates, reason, undecoded = FrameChooser(self.sampling), Counter[Fate](), "", 0
-        for message in self.bag.messages(self.topic):
-            self.began_ns = self.began_ns if fates else message.time_ns
-            fate = chooser.fate(message.time_ns)
-            fates[fate] += 1
-            if fate is Fate.CHOSEN:
-                try:
-                    return read_frame(self.type_name, message.data)
-                except ImageError as error:
-                    reason, undecoded = reason or str(error), undecoded + len(message.data)
-                if fates[fate] == _MOST_UNDECODED or undecoded > _MOST_UNDECODED_BYTES:
-                    raise BagError(
-                        f"none of the first {fates[fate]} wanted frames of topic '{self.topic}' in "
-                        f"'{self.bag.path}' can be decoded: {reason.rstrip('.')}. Choose another topic or --start."
-                    )
-        found = [f"'{self.bag.path}' has {fates.total()} frames of topic '{self.topic}'"]
-        found += [f"none of the {fates[Fate.CHOSEN]} that are wanted can be decoded: {reason}"] if reason else []
-        found += [f"{fates[Fate.OUTSIDE]} are before --start or after --end"] if fates[Fate.OUTSIDE] else []
-        found += [self.bag.damage] if self.bag.damage else []
-        raise BagError("; ".join(part.rstrip(".") for part in found) + ". Choose another topic or other times.")
-
-    def run(self, journal: Journal, answer: Answer, on_frame: Callable[[FrameResult | None], None]) -> Counter[Fate]:
-        """Answer the wanted frames that `journal` does not have yet, and add them to it. Return the fates of all.
-
-        `on_frame` receives each frame's result, and None for a frame that is not answered now. Raises what `answer`
-        raises, except `ImageError`.
-        """
-        chooser, fates = FrameChooser(self.sampling), Counter[Fate]()
-        earlier = islice(journal.results(), journal.count)
-        for number, message in enumerate(self.bag.messages(self.topic)):
-            fate = chooser.fate(message.time_ns)
-            fates[fate] += 1
-            result = FrameResult(number, message.time_ns)
-            if fate is not Fate.CHOSEN:
-                on_frame(None)
-                continue
-            known = next(earlier, None)
-            if known is not None:
-                if (known.number, known.time_ns) != (number, message.time_ns):
-                    raise OutputError(f"'{journal.path}' has answers about other frames. Remove it to begin anew.")
-                on_frame(None)
-                continue
-            try:
-                result = answer(result, read_frame(self.type_name, message.data))
-            except ImageError as error:
-                result = FrameResult(number, message.time_ns, failure=str(error).rstrip("."))
-            journal.add(result)
-            on_frame(result)
-        self.goes_back = chooser.goes_back
-        return fates
-
-
-def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> dict[str, Any]:
-    """Return the first fields of a `ReplayReport`. Raises `BagError` where no frame was answered."""
-    failures: list[FrameFailure] = []
+def _summarised(results: Iterable[FrameResult], counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the first fields of a report. Raises `BagError` where no frame was answered."""
+    failures: list[dict[str, Any]] = []
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     answered, failed, overlays, seen_share = 0, 0, 0, 1.0
     for result in results:
         if result.failure is not None:
             failed += 1
             if failed <= _MOST_LISTED:
-                failures.append(FrameFailure(result.number, result.time_ns, result.failure))
+                failures.append({"frame": result.number, "time_ns": result.time_ns, "reason": result.failure})
             continue
         answered, overlays = answered + 1, overlays + bool(result.overlay)
         seen_share = min(seen_share, result.seen_share)
@@ -230,14 +150,14 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> dict
             if value is not None:
                 times[part].append(value)
     if not answered:
-        first = f", the first because {failures[0].reason}" if failures else ""
+        first = f", the first because {failures[0]['reason']}" if failures else ""
         raise BagError(f"no frame was answered: {failed} failed{first}. Choose another topic or other times.")
-    others = (fates.get(fate, 0) for fate in (Fate.SKIPPED, Fate.OUTSIDE, Fate.AFTER_LIMIT))
+    others = {name: counts[name] for name in ("skipped", "outside", "after_limit")}
     return {
-        "frames": FrameCounts(sum(fates.values()), answered, failed, *others),
-        "failures": tuple(failures),
+        "frames": {"total": counts["total"], "answered": answered, "failed": failed, **others},
+        "failures": failures,
         "overlays": overlays,
-        "ms": {part: Spread.of(found) if found else None for part, found in times.items()},
+        "ms": {part: asdict(Spread.of(found)) if found else None for part, found in times.items()},
         "seen_share": seen_share,
     }
 
@@ -268,41 +188,6 @@ class _Options(Options):
         return self.budget != UNPRUNED and not self.no_overlay
 
 
-@dataclass(frozen=True)
-class ReplayReport:
-    """A replay: what `--json` writes."""
-
-    frames: FrameCounts
-    failures: tuple[FrameFailure, ...]
-    """The first failures, at most 10,000."""
-    overlays: int
-    """The drawings that were written."""
-    ms: dict[str, Spread | None]
-    """Milliseconds of the answers by part; None where no answer has the part."""
-    seen_share: float
-    """The smallest share of an answered frame's area that the model sees."""
-
-    bag: str
-    topic: str
-    type: str
-    prompt: str
-    output: str
-    model: str
-    bundle_sha256: str
-    backend: str
-    precision: str
-    method: str
-    budget: str
-    damage: str | None
-    """Why the bag could not be read to its end; None for a whole bag."""
-    resumed: int
-    """The frames that an earlier replay had answered, or failed to decode."""
-    seconds: float
-    """The time that this replay took, without loading."""
-    notes: list[str]
-    """The notes that this replay printed on frames."""
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
@@ -324,8 +209,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if not isinstance(prompt, str):
         check_texts(prompt, 1)
     bag = open_bag(options.bag)
-    topic = TopicReplay(bag, options.topic, options.sampling)
-    first = topic.first_frame()
+    first = _first_frame(bag, options.topic, options.sampling)
     bundle = read_runnable(options.bundle, options.trust)
     check_kind(bundle, acts=False)
     bundle.manifest.plan(options.method, options.budget)
@@ -350,14 +234,14 @@ def main(arguments: Sequence[str] | None) -> None:
         answering = _Answering(pipeline, options, prompt, form)
         answering.note(first)
         try:
-            report = _answer_all(topic, journal, answering)
+            report = _answer_all(bag, journal, answering)
         except KeyboardInterrupt as interrupt:
             if not journal.count:
                 raise KeyboardInterrupt("no frame was answered, so nothing was kept.") from interrupt
             raise KeyboardInterrupt(
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt
-    write_result(options.json, to_json(report), lambda: sys.stdout.write(_in_words(report)))
+    write_result(options.json, report, lambda: sys.stdout.write(_in_words(report)))
     sys.stderr.write(_warnings(report, no_overlay=options.no_overlay))
 
 
@@ -381,12 +265,18 @@ class _Answering:
             self._noted.add(kind)
             self.notes += note_pictures(self.pipeline.family, [Path(self.options.topic)], [frame.picture])
 
-    def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
-        self.note(frame)
-        answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
+    def answer(self, number: int, message: Message, type_name: str) -> FrameResult:
+        """Return the answer about a frame, or why its picture cannot be decoded."""
+        try:
+            frame = read_frame(type_name, message.data)
+            self.note(frame)
+            answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
+        except ImageError as error:
+            return FrameResult(number, message.time_ns, failure=str(error).rstrip("."))
         drawn = picture_bytes(overlay(answer, frame.picture), Path("overlay.jpg")) if self.options.draws else b""
-        return replace(
-            result,
+        return FrameResult(
+            number,
+            message.time_ns,
             seconds=frame.seconds,
             nanoseconds=frame.nanoseconds,
             frame_id=frame.frame_id,
@@ -404,85 +294,89 @@ class _Answering:
         )
 
 
-def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
-    """Answer what the journal does not have yet, and write the output. Raises what these raise."""
+def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> dict[str, Any]:
+    """Answer the wanted frames that the journal does not have yet, write the output, and return the report."""
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
-    total, output = (topic.bag.counts or {}).get(options.topic, 0), RunningOutput(options.json, options.output)
+    type_name, chooser = bag.check_pictures(options.topic), FrameChooser(options.sampling)
+    total, output = (bag.counts or {}).get(options.topic, 0), RunningOutput(options.json, options.output)
+    earlier = islice(journal.results(), resumed)
     with output.until_written("replaying") as progress:
-        numbers = count(1)
-
-        def on_frame(result: FrameResult | None) -> None:
-            progress("replaying", next(numbers), total, "frames")
-            if result is not None and result.failure is None:
-                seconds = (result.time_ns - topic.began_ns) / 1e9
-                output.write(f"{result.number} {seconds:.3f} s: {escaped(result.text)}\n")
-
-        fates = topic.run(journal, answering, on_frame)
-    if topic.goes_back is not None and topic.sampling != Sampling(limit=topic.sampling.limit):
-        frame, by_ns = topic.goes_back
+        for number, message in enumerate(bag.messages(options.topic)):
+            if chooser.chooses(message.time_ns):
+                known = next(earlier, None)
+                if known is None:
+                    result = answering.answer(number, message, type_name)
+                    journal.add(result)
+                    if result.failure is None:
+                        seconds = (result.time_ns - chooser.first_ns) / _NS
+                        output.write(f"{number} {seconds:.3f} s: {escaped(result.text)}\n")
+                elif (known.number, known.time_ns) != (number, message.time_ns):
+                    raise OutputError(f"'{journal.path}' has answers about other frames. Remove it to begin anew.")
+            progress("replaying", number + 1, total, "frames")
+    if chooser.goes_back is not None and options.sampling != Sampling(limit=options.limit):
+        frame, by_ns = chooser.goes_back
         answering.notes.append(
-            f"frame {frame} was recorded {by_ns / 1e9:g} s earlier than the frame before it. --start, --end, "
+            f"frame {frame} was recorded {by_ns / _NS:g} s earlier than the frame before it. --start, --end, "
             "--every and --max-rate choose frames by these times (docs/ros2.md)."
         )
         sys.stderr.write(f"{answering.notes[-1]}\n")
     manifest = answering.pipeline.bundle.manifest
-    report = ReplayReport(
-        **summarise(journal.results(), fates),
-        bag=str(options.bag),
-        topic=options.topic,
-        type=topic.type_name,
-        prompt=options.prompt,
-        output=str(options.output),
-        model=model_name(manifest.checkpoint.source),
-        bundle_sha256=answering.pipeline.bundle.sha256,
-        backend=answering.pipeline.backend.name,
-        precision=manifest.precision,
-        method=options.method,
-        budget=options.budget,
-        damage=topic.bag.damage,
-        resumed=resumed,
-        seconds=time.monotonic() - began,
-        notes=answering.notes,
-    )
+    report = {
+        **_summarised(journal.results(), chooser.counts),
+        "bag": str(options.bag),
+        "topic": options.topic,
+        "type": type_name,
+        "prompt": options.prompt,
+        "output": str(options.output),
+        "model": model_name(manifest.checkpoint.source),
+        "bundle_sha256": answering.pipeline.bundle.sha256,
+        "backend": answering.pipeline.backend.name,
+        "precision": manifest.precision,
+        "method": options.method,
+        "budget": options.budget,
+        "damage": bag.damage,
+        "resumed": resumed,
+        "seconds": time.monotonic() - began,
+        "notes": answering.notes,
+    }
     # The metadata of MCAP are texts; parts of the report are JSON.
     metadata = {
         name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in to_json(report).items()
+        for name, value in report.items()
         if name not in ("output", "resumed", "seconds", "notes")
     }
     write_answers(options.output, journal.results(), metadata)
     return report
 
 
-def _in_words(report: ReplayReport) -> str:
-    frames, ttft = report.frames, report.ms["ttft"]
+def _in_words(report: Mapping[str, Any]) -> str:
+    frames, ttft = report["frames"], report["ms"]["ttft"]
     others = {
-        "failed": frames.failed,
-        "skipped": frames.skipped,
-        "before --start or after --end": frames.outside,
-        "after --limit": frames.after_limit,
+        "failed": frames["failed"],
+        "skipped": frames["skipped"],
+        "before --start or after --end": frames["outside"],
+        "after --limit": frames["after_limit"],
     }
+    few = few_note(frames["answered"])
     return (
-        f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
+        f"[{report['budget']}] {frames['answered']} of {counted(frames['total'], 'frame')} answered"
         + "".join(f", {count} {what}" for what, count in others.items() if count)
-        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f}){few_note(frames.answered)}" if ttft else "")
-        + f"; written to '{escaped(report.output)}'\n"
+        + (f"; TTFT {ttft['median']:.0f} ms (p95 {ttft['p95']:.0f}){few}" if ttft else "")
+        + f"; written to '{escaped(report['output'])}'\n"
     )
 
 
-def _warnings(report: ReplayReport, *, no_overlay: bool) -> str:
+def _warnings(report: Mapping[str, Any], *, no_overlay: bool) -> str:
     lines = []
-    if report.failures:
-        first = report.failures[0]
-        lines.append(
-            f"warning: {counted(report.frames.failed, 'frame')} could not be decoded. Frame {first.frame}: "
-            f"{first.reason}."
-        )
-    if report.damage is not None:
-        lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
-    if report.budget == UNPRUNED and not no_overlay:
+    frames, damage = report["frames"], report["damage"]
+    for first in report["failures"][:1]:
+        failed = counted(frames["failed"], "frame")
+        lines.append(f"warning: {failed} could not be decoded. Frame {first['frame']}: {first['reason']}.")
+    if damage is not None:
+        lines.append(f"warning: the bag ends early. {damage}. {frames['total']} frames were read before.")
+    if report["budget"] == UNPRUNED and not no_overlay:
         lines.append(f"note: no overlays were drawn, because budget {UNPRUNED} drops no tokens.")
     return "".join(f"{escaped(line)}\n" for line in lines)
 

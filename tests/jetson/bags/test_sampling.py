@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sinkprune.jetson.bags.answers_file import FrameResult, open_journal
-from sinkprune.jetson.replay import Fate, FrameChooser, Sampling
+from sinkprune.jetson.replay import FrameChooser, Sampling
 
 MS = 1_000_000
 START = 1_700_000_000_000_000_007
@@ -19,8 +19,7 @@ START = 1_700_000_000_000_000_007
 
 def chosen(sampling: Sampling, times_ms: list[float]) -> list[int]:
     chooser = FrameChooser(sampling)
-    fates = [chooser.fate(START + round(time * MS)) for time in times_ms]
-    return [number for number, fate in enumerate(fates) if fate is Fate.CHOSEN]
+    return [number for number, time in enumerate(times_ms) if chooser.chooses(START + round(time * MS))]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_start_and_end_count_from_the_first_frame() -> None:
     assert chosen(Sampling(start_s=0.1, end_s=0.2), times) == [1, 2, 5]
     chooser = FrameChooser(Sampling())
     for time in times:
-        chooser.fate(START + round(time * MS))
+        chooser.chooses(START + round(time * MS))
     assert chooser.goes_back == (3, (HOUR + 200) * MS)
 
 
