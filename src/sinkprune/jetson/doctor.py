@@ -80,76 +80,60 @@ class DoctorReport:
     """Commands to run next."""
 
 
-def report_on_machine(
-    machine: Machine, boards: Boards, models: Sequence[str], picture: Size, wanted: str | None
-) -> DoctorReport:
-    """Report how folders and presets, all presets if there are none, fit this machine, for an image of that size.
-
-    `wanted` is the backend; None is TensorRT on a board, and an installed backend elsewhere.
-    """
-    board = boards.board(machine.board) if machine.board else None
-    jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
-    backend = wanted or _backend(machine)
-    timed = board if backend == BOARD_BACKEND else None
-    target = TargetMachine(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
-    dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
-    if newest_dialect(backend, machine.python.version_of("onnxruntime")) == "opset20":
-        dialect = "opset20"
-    fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
-    return _report(boards, fits, target, dialect, machine.board, machine, jetpack, overview=not models)
-
-
-def report_on_board(
-    name: str, boards: Boards, models: Sequence[str], picture: Size, wanted: str | None
-) -> DoctorReport:
-    """Report the same of a board elsewhere. Raises `UnknownBoardError`."""
-    board = boards.board(name)
-    backend = wanted or BOARD_BACKEND
-    target = TargetMachine(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
-    dialect = board_dialect(backend, board, boards.jetpacks)
-    fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
-    return _report(boards, fits, target, dialect, name, overview=not models)
-
-
 def _report(
     boards: Boards,
-    models: Sequence[ModelFit],
-    target: TargetMachine,
-    dialect: DialectName,
     name: str | None,
-    machine: Machine | None = None,
-    jetpack: JetPack | None = None,
-    *,
-    overview: bool,
+    machine: Machine | None,
+    models: Sequence[str],
+    picture: Size,
+    wanted: str | None,
 ) -> DoctorReport:
+    """Report how folders and presets, all presets if there are none, fit a `machine`, for an image of that size.
+
+    None is the board with this `name`, elsewhere. `wanted` is the backend; None is TensorRT on a board, and an
+    installed backend elsewhere. Raises `UnknownBoardError`.
+    """
+    board, jetpack, onnxruntime = boards.board(name) if name else None, None, None
+    dialect: DialectName
+    if machine:
+        backend, free, disk_free = wanted or _backend(machine), machine.free_bytes or 0, machine.disk_free_bytes
+        jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
+        onnxruntime = machine.python.version_of("onnxruntime")
+        dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
+        if newest_dialect(backend, onnxruntime) == "opset20":
+            dialect = "opset20"
+    else:
+        assert board is not None
+        backend, free, disk_free = wanted or BOARD_BACKEND, boards.usable_bytes(board), None
+        dialect = board_dialect(backend, board, boards.jetpacks)
+    target = TargetMachine(backend, free, board if backend == BOARD_BACKEND else None, disk_free)
+    fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
     findings = [*machine_findings(machine, boards)] if machine else []
-    if not overview:
-        # In an overview, a preset that is too large is no finding.
-        onnxruntime = machine.python.version_of("onnxruntime") if machine else None
-        findings += model_findings(models, jetpack, target.usable_bytes, onnxruntime)
+    # In an overview, a preset that is too large is no finding.
+    if models:
+        findings += model_findings(fits, jetpack, free, onnxruntime)
         if machine:
-            findings += library_findings(machine, models)
-        elif name:
-            findings += board_dialect_findings(models, boards.board(name), boards.jetpacks)
+            findings += library_findings(machine, fits)
+        elif board:
+            findings += board_dialect_findings(fits, board, boards.jetpacks)
     # A finding that blocks none of these models stops nothing.
-    findings = [replace(finding, stops=any(map(finding.blocks, models))) for finding in findings]
-    recommended = recommendations(models, findings)
-    facts = boards.board(name) if name else None
-    used = {*facts.sources.values()} if facts else set()
+    findings = [replace(finding, stops=any(map(finding.blocks, fits))) for finding in findings]
+    recommended = recommendations(fits, findings)
+    used = set(board.sources.values()) if board else set()
     return DoctorReport(
         machine=machine,
         board=name,
-        board_facts=facts,
+        board_facts=board,
         sources={key: source for key, source in boards.sources.items() if key in used},
         jetpack=jetpack,
-        backend=target.backend,
-        usable_bytes=target.usable_bytes or None,
+        backend=backend,
+        usable_bytes=free or None,
         findings=tuple(findings),
-        models=tuple(models),
-        overview=overview,
+        models=tuple(fits),
+        overview=not models,
         recommendations=tuple(recommended),
         first=tuple(first_steps(findings, recommended)),
-        next=tuple(next_steps(models, recommended, findings, dialect)),
+        next=tuple(next_steps(fits, recommended, findings, dialect)),
     )
 
 
@@ -502,14 +486,12 @@ def main(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
     check_outputs(json_outputs(options.json), folders=map(Path, options.models))
-    given = (options.models, _size(options.picture), options.backend)
-    if options.board is not None:
-        report = report_on_board(options.board, boards, *given)
-    else:
+    name, machine, picture = options.board, None, _size(options.picture)
+    if name is None:
         with status("looking at this machine"):
-            files = SystemFiles(options.root)
-            machine = read_machine(files, this_environment(), boards, Path())
-            report = report_on_machine(machine, boards, *given)
+            machine = read_machine(SystemFiles(options.root), this_environment(), boards, Path())
+            name = machine.board
+    report = _report(boards, name, machine, options.models, picture, options.backend)
     write_result(options.json, to_json(report), lambda: print_report(report))
 
 
