@@ -13,11 +13,10 @@ from sinkprune.jetson.boards import preset_manifest, read_boards, read_presets
 from sinkprune.jetson.doctor import build_table
 from sinkprune.jetson.findings import (
     Finding,
-    board_dialect_findings,
+    dialect_limit,
     library_findings,
     machine_findings,
     model_findings,
-    newest_dialect,
 )
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host import Library, Machine, PythonEnvironment, SystemFiles, read_machine
@@ -28,6 +27,7 @@ from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_na
 
 PYTHON_7 = replace(PYTHON, version="3.12.3")
 BOARDS = read_boards()
+JETPACK_6 = [pack for pack in BOARDS.jetpacks if pack.version == "6.2"]
 
 
 def found(root: Path, python: PythonEnvironment = PYTHON, disk: int = 10**12) -> list[Finding]:
@@ -121,16 +121,16 @@ def fits(model: str, usable: int, path: Path | None = None, backend: str = "tens
 
 def test_too_little_memory_comes_with_what_would_fit(bundle: Callable[..., Path]) -> None:
     small = fits("llava-1.5-7b", 3 << 30)
-    (finding,) = model_findings([small], None, 3 << 30)
+    (finding,) = model_findings([small], 3 << 30)
     assert finding.stops
     assert "'llava-1.5-7b' fits in no form: it needs at least 6." in finding.found
     assert "3.2 GB are available" in finding.found
-    assert not list(model_findings([fits("llava-1.5-7b", 8 << 30)], None, 8 << 30))
+    assert not list(model_findings([fits("llava-1.5-7b", 8 << 30)], 8 << 30))
     path = bundle("mha-336", "fp16")
     whole = fits("it", 0, path)
     own, int4 = (form.budgets["retain-32"].memory_bytes for form in (whole.forms[0], whole.forms[2]))
     assert int4 < own
-    (finding,) = model_findings([fits("it", own - 1, path)], None, own - 1)
+    (finding,) = model_findings([fits("it", own - 1, path)], own - 1)
     assert "as it is exported" in finding.found
     assert finding.do == "export it again with --weights int4"
     assert finding.model == "it"
@@ -150,12 +150,12 @@ def test_what_tensorrt_of_the_jetpack_does_not_support(
     precision: str, weights: str | None, dialect: str, words: list[str], bundle: Callable[..., Path]
 ) -> None:
     model = fits("it", 0, bundle("mha-336", precision, weights=weights, dialect=dialect))
-    findings = list(model_findings([model], BOARDS.jetpack("36.4.3"), 0))
+    findings = list(model_findings([model], 0, JETPACK_6))
     assert len(findings) == len(words)
     for finding, said in zip(findings, words, strict=True):
         assert said in finding.found
         assert finding.stops
-    later = list(model_findings([model], BOARDS.jetpack("39.2"), 0))
+    later = list(model_findings([model], 0, BOARDS.jetpacks[-1:]))
     assert not [finding for finding in later if "dialect" in finding.found]
     own = next(number for number, form in enumerate(model.forms) if form.exported)
     built = [str(cell) for cell in build_table(model).columns[-1].cells]
@@ -179,27 +179,28 @@ def test_what_tensorrt_of_the_jetpack_does_not_support(
 def test_what_the_installed_onnxruntime_does_not_support(
     backend: str, version: str | None, dialect: str, bundle: Callable[..., Path]
 ) -> None:
-    assert newest_dialect(backend, version) == dialect
+    assert bool(dialect_limit(backend, [], version)) == (dialect == "opset20")
     model = fits("it", 0, bundle("mha-336", "fp32"), backend=backend)
-    findings = list(model_findings([model], None, 0, version))
+    findings = list(model_findings([model], 0, [], version))
     said = f"'it' has dialect opset24; the installed ONNX Runtime {version} supports opset20"
     assert [finding.found for finding in findings] == ([said] if dialect == "opset20" else [])
     assert all(finding.stops and "--dialect opset20" in finding.do for finding in findings)
-    assert not list(model_findings([replace(model, dialect="opset20")], None, 0, version))
+    assert not list(model_findings([replace(model, dialect="opset20")], 0, [], version))
     # One finding, not another for the JetPack.
-    assert len([*model_findings([model], BOARDS.jetpack("36.4.3"), 0, version)]) == (backend != "openvino")
+    assert len([*model_findings([model], 0, JETPACK_6, version)]) == (backend != "openvino")
 
 
 def test_what_the_jetpacks_of_a_board_elsewhere_do_not_support(bundle: Callable[..., Path]) -> None:
     model, orin = fits("it", 0, bundle("mha-336", "fp16", dialect="opset24")), BOARDS.board("orin-nano-8gb")
-    (finding,) = board_dialect_findings([model], orin, BOARDS.jetpacks)
+    packs = [pack for pack in BOARDS.jetpacks if orin.sm in pack.sm]
+    (finding,) = model_findings([model], 0, packs, elsewhere=True)
     assert finding.found == "'it' has dialect opset24; TensorRT of JetPack 6.1 and 6.2 supports opset20"
     assert "--dialect opset20" in finding.do and not finding.stops
-    (finding,) = board_dialect_findings([replace(model, backend="ort-cpu")], orin, BOARDS.jetpacks)
+    (finding,) = model_findings([replace(model, backend="ort-cpu")], 0, packs, elsewhere=True)
     assert "; ONNX Runtime for Python 3.10 of JetPack 6.1 and 6.2 supports opset20" in finding.found
     for other in (replace(model, dialect="opset20"), replace(model, backend="openvino"), fits("llava-1.1b", 0)):
-        assert not list(board_dialect_findings([other], orin, BOARDS.jetpacks))
-    assert not list(board_dialect_findings([model], orin, [BOARDS.jetpacks[-1]]))
+        assert not list(model_findings([other], 0, packs, elsewhere=True))
+    assert not list(model_findings([model], 0, packs[-1:], elsewhere=True))
 
 
 def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
@@ -232,10 +233,10 @@ def test_engines_that_fit_but_cannot_be_built_are_a_finding(bundle: Callable[...
     path = bundle("mha-336", "fp16", dialect="opset20")
     manifest = read_bundle(path).manifest
     target = TargetMachine("tensorrt", 1 << 40, None, disk_free=1 << 40)
-    assert not list(model_findings([fit("it", "bundle", manifest, target, (336, 336))], None, 1 << 40))
+    assert not list(model_findings([fit("it", "bundle", manifest, target, (336, 336))], 1 << 40))
     full = replace(target, disk_free=1 << 10)
-    (finding,) = model_findings([fit("it", "bundle", manifest, full, (336, 336))], None, 1 << 40)
+    (finding,) = model_findings([fit("it", "bundle", manifest, full, (336, 336))], 1 << 40)
     assert "engines of 'it' cannot be built here" in finding.found
     assert finding.stops and finding.model == "it"
     built = fit("it", "engines", manifest, full, (336, 336))
-    assert not list(model_findings([built], None, 1 << 40))
+    assert not list(model_findings([built], 1 << 40))

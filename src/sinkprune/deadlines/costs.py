@@ -476,14 +476,14 @@ def cache_file(place: Place, method: str = "") -> Path | None:
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
-def not_kept(costs: MeasuredCosts, what: str = "the costs", lost: str = "later runs do not find them") -> str:
-    """Return sentences about `costs` that could not be written to the user's cache folder.
-
-    `what` could not be written of them, and so `lost` is what later processes lack.
-    """
+def not_kept(costs: MeasuredCosts) -> str:
+    """Return sentences about `costs` that could not be written to the user's cache folder."""
     file = _file_of(costs)
     where = f"written to '{file}'" if file else "kept, because this user has no home folder"
-    return f"{what} could not be {where}, so {lost}. Make that folder writable, or set XDG_CACHE_HOME to one that is."
+    return (
+        f"the costs, with the times of recent requests, could not be {where}, so later runs do not find them. Make "
+        "that folder writable, or set XDG_CACHE_HOME to one that is."
+    )
 
 
 def cache_costs(costs: MeasuredCosts) -> Path | None:

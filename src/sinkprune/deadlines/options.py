@@ -103,7 +103,7 @@ def saved_costs_lines(
     if options.costs:
         return doubt
     file = keeper.save_costs()
-    return doubt + (kept_line(file, costs, options.budget) if measured else _lost_times_line(file, costs))
+    return doubt + (kept_line(file, costs, options.budget) if measured or not file else "")
 
 
 def kept_line(file: Path | None, costs: MeasuredCosts, budget: str = UNPRUNED) -> str:
@@ -114,14 +114,6 @@ def kept_line(file: Path | None, costs: MeasuredCosts, budget: str = UNPRUNED) -
     of = "" if budget == UNPRUNED else f" of '{budget}' and smaller budgets"
     line = f"note: the costs{of} are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
     return escaped(line) + "\n"
-
-
-def _lost_times_line(file: Path | None, costs: MeasuredCosts) -> str:
-    """Return a warning if no `file` keeps how this command's requests compare with `costs`, and nothing otherwise."""
-    if file:
-        return ""
-    what = "the times of this run's requests"
-    return escaped(f"warning: {not_kept(costs, what, 'they do not correct the expected times of later runs')}") + "\n"
 
 
 def doubtful_costs(costs: MeasuredCosts, option: str = " with --warm-up") -> str:

@@ -24,13 +24,11 @@ from sinkprune.contract.memory import gigabytes
 from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack, preset_manifest, read_boards, read_presets
 from sinkprune.jetson.findings import (
     Finding,
-    board_dialect,
-    board_dialect_findings,
+    dialect_limit,
     first_steps,
     library_findings,
     machine_findings,
     model_findings,
-    newest_dialect,
     next_steps,
     recommendations,
 )
@@ -94,28 +92,24 @@ def _report(
     installed backend elsewhere. Raises `UnknownBoardError`.
     """
     board, jetpack, onnxruntime = boards.board(name) if name else None, None, None
-    dialect: DialectName
     if machine:
         backend, free, disk_free = wanted or _backend(machine), machine.free_bytes or 0, machine.disk_free_bytes
         jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
-        onnxruntime = machine.python.version_of("onnxruntime")
-        dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
-        if newest_dialect(backend, onnxruntime) == "opset20":
-            dialect = "opset20"
+        jetpacks, onnxruntime = [jetpack] if jetpack else [], machine.python.version_of("onnxruntime")
     else:
         assert board is not None
         backend, free, disk_free = wanted or BOARD_BACKEND, boards.usable_bytes(board), None
-        dialect = board_dialect(backend, board, boards.jetpacks)
+        jetpacks = [pack for pack in boards.jetpacks if board.sm in pack.sm]
+    unknown = machine is not None and machine.chip is not None and jetpack is None
+    older = unknown or dialect_limit(backend, jetpacks, onnxruntime)
+    dialect: DialectName = "opset20" if older else "opset24"
     target = TargetMachine(backend, free, board if backend == BOARD_BACKEND else None, disk_free)
     fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
     findings = [*machine_findings(machine, boards)] if machine else []
     # In an overview, a preset that is too large is no finding.
     if models:
-        findings += model_findings(fits, jetpack, free, onnxruntime)
-        if machine:
-            findings += library_findings(machine, fits)
-        elif board:
-            findings += board_dialect_findings(fits, board, boards.jetpacks)
+        findings += model_findings(fits, free, jetpacks, onnxruntime, elsewhere=machine is None)
+        findings += library_findings(machine, fits) if machine else ()
     # A finding that blocks none of these models stops nothing.
     findings = [replace(finding, stops=any(map(finding.blocks, fits))) for finding in findings]
     recommended = recommendations(fits, findings)

@@ -88,11 +88,17 @@ def machine_findings(machine: Machine, boards: Boards) -> Iterator[Finding]:
 
 
 def model_findings(
-    models: Sequence[ModelFit], jetpack: JetPack | None, memory: int, onnxruntime: str | None = None
+    models: Sequence[ModelFit],
+    memory: int,
+    jetpacks: Sequence[JetPack] = (),
+    onnxruntime: str | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> Iterator[Finding]:
     """Yield the findings about models on a machine with `memory` free bytes; 0 means unknown.
 
-    `jetpack` is the installed one, and `onnxruntime` the version of the installed library; None if there is none.
+    `jetpacks` are the installed one, or those of a board `elsewhere`. `onnxruntime` is the version of the installed
+    library.
     """
     for model in models:
         if not any(model.fitting()):
@@ -117,7 +123,14 @@ def model_findings(
         if model.kind == "bundle":
             if model.backend == BOARD_BACKEND:
                 yield from _tensorrt_bundle_findings(model)
-            yield from _dialect_findings(model, jetpack, onnxruntime)
+            limit = dialect_limit(model.backend, jetpacks, onnxruntime)
+            if limit and model.dialect != "opset20":
+                found = f"'{model.name}' has dialect {model.dialect}; {limit} supports opset20"
+                again = "export it again with --dialect opset20"
+                if elsewhere:
+                    yield Finding(False, found, f"for a board with such a JetPack, {again}")
+                else:
+                    yield _stop_model(model, found, again)
 
 
 def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[Finding]:
@@ -134,41 +147,21 @@ def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[F
                 yield Finding(True, f"'{backend}' needs {name}, which is not installed", extra, (backend,))
 
 
-def board_dialect_findings(
-    models: Sequence[ModelFit], board: Board, jetpacks: Sequence[JetPack]
-) -> Iterator[Finding]:
-    """Yield a note for each bundle whose dialect is too new for some JetPacks of a board elsewhere."""
-    for model in models:
-        older = [pack for pack in jetpacks if board.sm in pack.sm and _limiting(model.backend, pack)]
-        if older and model.kind == "bundle" and model.dialect != "opset20":
-            library, releases = _limiting(model.backend, older[0]), " and ".join(pack.version for pack in older)
-            yield Finding(
-                False,
-                f"'{model.name}' has dialect {model.dialect}; {library} of JetPack {releases} supports opset20",
-                "for a board with such a JetPack, export it again with --dialect opset20",
-            )
+def dialect_limit(backend: str, jetpacks: Sequence[JetPack], onnxruntime: str | None = None) -> str:
+    """Return the library, in words, that runs no dialect above opset20 with `backend`; "" without one.
 
-
-def board_dialect(backend: str, board: Board, jetpacks: Sequence[JetPack]) -> DialectName:
-    """Return the dialect that `backend` runs on every JetPack of a board."""
-    return "opset20" if any(board.sm in pack.sm and _limiting(backend, pack) for pack in jetpacks) else "opset24"
-
-
-def newest_dialect(backend: str, onnxruntime: str | None) -> DialectName:
-    """Return the newest dialect that `backend` runs with this version of ONNX Runtime; None means any version."""
+    It is the installed ONNX Runtime of this version, or a library of some of `jetpacks`.
+    """
     found = re.match(r"(\d+)\.(\d+)", onnxruntime or "")
-    older = found is not None and tuple(map(int, found.groups())) < _OPSET24_FROM
-    return "opset20" if older and "onnxruntime" in KNOWN[backend].libraries else "opset24"
-
-
-def _limiting(backend: str, jetpack: JetPack) -> str | None:
-    """Return the library, in words, that runs no dialect above opset20 on a JetPack; None without one."""
-    if backend == BOARD_BACKEND and jetpack.dialect == "opset20":
-        return "TensorRT"
-    if backend not in (BOARD_BACKEND, "openvino") and jetpack.python == "3.10":
+    if found and tuple(map(int, found.groups())) < _OPSET24_FROM and "onnxruntime" in KNOWN[backend].libraries:
+        return f"the installed ONNX Runtime {onnxruntime}"
+    if backend == BOARD_BACKEND:
+        library, older = "TensorRT", [pack for pack in jetpacks if pack.dialect == "opset20"]
+    else:
         # ONNX Runtime 1.23 is the last for Python 3.10.
-        return f"ONNX Runtime for Python {jetpack.python}"
-    return None
+        library, older = "ONNX Runtime for Python 3.10", [pack for pack in jetpacks if pack.python == "3.10"]
+    limits = older and backend != "openvino"
+    return f"{library} of JetPack {' and '.join(pack.version for pack in older)}" if limits else ""
 
 
 def _stop_tensorrt(found: str, do: str) -> Finding:
@@ -278,22 +271,6 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
             )
     if not any(name in libraries for name in _BACKENDS):
         yield Finding(True, "no engine library is installed", "pip install 'sinkprune[cpu]'")
-
-
-def _dialect_findings(model: ModelFit, jetpack: JetPack | None, onnxruntime: str | None) -> Iterator[Finding]:
-    if model.dialect == "opset20":
-        return
-    if newest_dialect(model.backend, onnxruntime) == "opset20":
-        library = f"the installed ONNX Runtime {onnxruntime}"
-    elif jetpack and (limiting := _limiting(model.backend, jetpack)):
-        library = f"{limiting} of JetPack {jetpack.version}"
-    else:
-        return
-    yield _stop_model(
-        model,
-        f"'{model.name}' has dialect {model.dialect}; {library} supports opset20",
-        "export it again with --dialect opset20",
-    )
 
 
 def _tensorrt_bundle_findings(model: ModelFit) -> Iterator[Finding]:

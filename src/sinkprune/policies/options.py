@@ -28,8 +28,6 @@ _NO_LIST = "it is no JSON list of finite numbers"
 _NAMED = re.compile(r"([^/=]+)=(.*)", re.DOTALL)
 """A name and a path. A path with = begins with ./ or / where it has no name."""
 _NEGATIVE = re.compile(r"-\.?\d")
-_LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+.;e\d\s]+|[-+]?(nan|inf|infinity)", re.IGNORECASE)
-"""Matches words that look like numbers, and not like the path of a file."""
 
 
 class Moment(NamedTuple):
@@ -178,11 +176,6 @@ def _named(words: Sequence[str]) -> tuple[tuple[str, ...] | None, list[Path | No
             "or none of them. Begin a path that has = with ./ to give it without a name."
         )
     for pair in given:
-        if Path(pair[0]).exists():
-            raise UsageError(
-                f"--camera {format_value(pair[0])} is a file, and may also mean camera {format_value(pair[1])}. "
-                "Begin the path with ./, or rename the file."
-            )
         if not pair[2]:
             raise UsageError(f"--camera {format_value(pair[0])} has no picture, expected NAME=PICTURE or NAME=none.")
     names = tuple(pair[1] for pair in given)
@@ -225,10 +218,9 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
         # Excel and PowerShell write a byte order mark.
         lines = read_text(path, _STATES_BYTES).removeprefix("\ufeff").splitlines()
     except UnreadableError as error:
-        reason = wrong if _LIKE_NUMBERS.fullmatch(word) else f"it {error}"
         raise UsageError(
-            f"--state is {format_value(word)}: {reason}. Expected numbers with commas between them, or a file of "
-            "states."
+            f"--state is {format_value(word)}: {wrong}, and as a file it {error}. Expected numbers with commas between "
+            "them, or a file of states."
         ) from error
     states = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not states:

@@ -91,7 +91,7 @@ def test_times_that_cannot_be_kept_lead_to_a_warning(
     costs.write_bytes(kept.read_bytes())
     monkeypatch.setattr("sinkprune.deadlines.measuring.cache_costs", lambda costs: None)
     outcome = run(*ask)
-    said = f"warning: the times of this run's requests could not be written to '{kept}', so they do not correct the "
+    said = f"warning: the costs, with the times of recent requests, could not be written to '{kept}', so later "
     assert (outcome.code, outcome.stderr.count(said)) == (0, 1)
     # Costs of a file are never corrected.
     assert "warning" not in run(*ask, "--costs", costs).stderr
