@@ -219,8 +219,8 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
         lines = read_text(path, _STATES_BYTES).removeprefix("\ufeff").splitlines()
     except UnreadableError as error:
         raise UsageError(
-            f"--state is {format_value(word)}: {wrong}, and as a file it {error}. Expected numbers with commas between "
-            "them, or a file of states."
+            f"--state is {format_value(word)}: {wrong}, and as a file it {error}. Expected numbers with commas "
+            "between them, or a file of states."
         ) from error
     states = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not states:
