@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -42,12 +41,6 @@ def test_a_board_is_found_by_its_device_tree() -> None:
 def test_the_jetpack_of_a_release_of_linux(l4t: str, version: str | None) -> None:
     found = read_boards().jetpack(l4t)
     assert (found and found.version) == version
-
-
-def test_the_page_names_every_board() -> None:
-    page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
-    sentence = page[page.index("\nBoards: ") :].split("jetson/boards.json")[0]
-    assert re.findall(r"`([a-z0-9-]+)`", sentence) == [*read_boards().boards]
 
 
 def test_the_file_holds_what_the_export_has() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import shutil
@@ -282,15 +281,3 @@ def test_the_tensorrt_of_an_image_is_the_jetpack_s() -> None:
     jetpack = next(known for known in read_boards().jetpacks if known.version == "7.2")
     assert arguments(JETPACK_7)["TENSORRT"].startswith(f"{jetpack.tensorrt}.")
     assert f":{jetpack.cuda}." in arguments(JETPACK_7)["BASE"]
-
-
-def test_the_unit_writes_what_the_machine_is() -> None:
-    text = (JETSON / "sinkprune-doctor.service").read_text(encoding="utf-8")
-    unit = configparser.ConfigParser(allow_no_value=True, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(text)
-    service = unit["Service"]
-    assert service["Type"] == "oneshot"
-    assert service["ExecStart"] == "@VENV@/bin/sinkprune-doctor --json"
-    assert service["StandardOutput"] == f"truncate:/var/lib/{service['StateDirectory']}/machine.json"
-    assert unit["Install"]["WantedBy"] == "multi-user.target"

@@ -185,14 +185,6 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> ActionReport:
     return policy.act(options.pop("cameras", [photo, None]), "pick up the cup", STATE, **options)
 
 
-def test_a_policy_measures_its_budgets_the_largest_first(warm: Policy) -> None:
-    assert warm.costs is not None
-    assert list(warm.costs.budgets) == list(NAMES)
-    assert (warm.costs.method, warm.costs.frames) == ("sinkpruner", 1)
-    for own in warm.costs.budgets.values():
-        assert own.before_ms > 0 and own.step_ms > 0
-
-
 def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Image.Image) -> None:
     in_time, plain = act(warm, photo), act(warm, photo, deadline_ms=None)
     assert (in_time.budget, in_time.steps) == (plain.budget, plain.steps) == ("none", warm.facts.steps)
