@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -61,24 +60,23 @@ class ChoiceTokens(Tokens):
         If a deadline or `Stream.cancel` comes before all tokens are scored, the first token of each answer decides.
         """
         began, budgets, seen, state = time.perf_counter(), draft.hooks.budgets, draft.hooks.seen, draft.state
-        scores, paused_ms = yield from _timed(
-            score_choices(
-                draft.model.chain,
-                draft.model.embedding,
-                draft.cache,
-                draft.logits,
-                self,
-                seen,
-                lambda passes: "cancelled" if state.cancelled else budgets.finish(passes),
-            )
+        scores, cut, paused_ms = yield from score_choices(
+            draft.model.chain,
+            draft.model.embedding,
+            draft.cache,
+            draft.logits,
+            self,
+            seen,
+            lambda passes: "cancelled" if state.cancelled else budgets.finish(passes),
         )
-        number = draft.sampler(scores.log_probabilities)
+        number = draft.sampler(scores)
         ids, text = [*self.ids[number]], self.texts[number]
-        probabilities = dict(zip(self.texts, scores.probabilities, strict=True))
+        shares = np.exp(scores - scores.max())
+        probabilities = dict(zip(self.texts, (shares / shares.sum()).tolist(), strict=True))
         took = ms_since(began) - paused_ms
         seen.chose(ids[0], draft.logits)
         yield text
-        return Written(text, ids, scores.cut or "stop", [], took, probabilities)
+        return Written(text, ids, cut or "stop", [], took, probabilities)
 
 
 class ChoiceForm:
@@ -95,21 +93,6 @@ class ChoiceForm:
         return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
 
 
-class ChoiceScores(NamedTuple):
-    """What the model thinks of each answer of a closed list."""
-
-    log_probabilities: Array
-    """[choices] float64: not normalised, because the model may give other answers too."""
-    cut: str = ""
-    """Why only the first token of each answer counts; "" where all do."""
-
-    @property
-    def probabilities(self) -> list[float]:
-        """The probability of each answer among the answers; together 1."""
-        shares = np.exp(self.log_probabilities - self.log_probabilities.max())
-        return (shares / shares.sum()).tolist()
-
-
 def score_choices(
     chain: Chain,
     embedding: Embedding,
@@ -118,13 +101,16 @@ def score_choices(
     choices: ChoiceTokens,
     observer: Observer,
     cut: Callable[[int], str],
-) -> Generator[None, None, ChoiceScores]:
-    """Return the score of each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
+) -> Generator[None, None, tuple[Array, str, float]]:
+    """Score each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
 
     Yields before each part of a pass, because a server answers other requests meanwhile. `cut` receives the number
-    of passes so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
+    of passes so far, with that of the prompt, and returns why there is no other, or "".
+
+    Returns the log probabilities [choices] float64, not normalised, because the model may give other answers too;
+    why only the first token of each answer counts, or ""; and the milliseconds of others. Raises `NumericsError`.
     """
-    scores, scored = np.zeros(len(choices.ids)), set[_Ids]()
+    scores, scored, others_ms = np.zeros(len(choices.ids)), set[_Ids](), 0.0
     passes, stop = choices.passes, choices.stop if choices.stop_counts else ()
 
     def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
@@ -148,9 +134,11 @@ def score_choices(
         own, at_once = cache, _AT_ONCE if chain.backend.resumes else 1
         begun: Sequence[int] = range(len(choices.ids))
         for start in range(0, len(tokens), at_once):
+            since = time.perf_counter()
             yield
+            others_ms += ms_since(since)
             if reason := cut(number):
-                return ChoiceScores(first, reason)
+                return first, reason, others_ms
             with chain.backend.turn, observer.during("decode"):
                 if start == 0 and number < len(passes):
                     parts = zip(chain.decoders, saved, lengths, strict=True)
@@ -163,20 +151,7 @@ def score_choices(
                 if start + at_once >= len(tokens):
                     # Others may need its memory meanwhile.
                     own = cache
-    return ChoiceScores(scores)
-
-
-def _timed(passes: Generator[None, None, ChoiceScores]) -> Generator[None, None, tuple[ChoiceScores, float]]:
-    """Yield where `passes` yields; return its result, and the milliseconds of others between."""
-    others_ms = 0.0
-    while True:
-        try:
-            next(passes)
-        except StopIteration as end:
-            return end.value, others_ms
-        since = time.perf_counter()
-        yield
-        others_ms += ms_since(since)
+    return scores, "", others_ms
 
 
 def _log_probability(logits: Array, tokens: Sequence[int]) -> float:
