@@ -13,7 +13,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped
+from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped, to_json
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import RunningOutput, json_outputs, write_result
 from sinkprune.contract.command_line.table_console import few_note
@@ -104,6 +104,69 @@ class FrameChooser:
         return "chosen"
 
 
+@dataclass(frozen=True)
+class FrameCounts:
+    """What became of the frames of a topic. All other numbers add up to `total`."""
+
+    total: int
+    """The frames of the topic that the bag holds, as far as it can be read."""
+    answered: int
+    failed: int
+    """Frames that were chosen, and whose pictures could not be decoded."""
+    skipped: int
+    """Frames that --every or --max-rate left out."""
+    outside: int
+    """Frames before --start or after --end."""
+    after_limit: int
+    """Frames after the last of --limit."""
+
+
+@dataclass(frozen=True)
+class FrameFailure:
+    """A frame that was chosen, and not answered."""
+
+    frame: int
+    """Its number in the topic, from 0."""
+    time_ns: int
+    """When it was recorded, in nanoseconds since 1970."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """A replay: what `--json` writes."""
+
+    frames: FrameCounts
+    failures: tuple[FrameFailure, ...]
+    """The first failures, at most 10,000."""
+    overlays: int
+    """The drawings that were written."""
+    ms: dict[str, Spread | None]
+    """Milliseconds of the answers by part; None where no answer has the part."""
+    seen_share: float
+    """The smallest share of an answered frame's area that the model sees."""
+
+    bag: str
+    topic: str
+    type: str
+    prompt: str
+    output: str
+    model: str
+    bundle_sha256: str
+    backend: str
+    precision: str
+    method: str
+    budget: str
+    damage: str | None
+    """Why the bag could not be read to its end; None for a whole bag."""
+    resumed: int
+    """The frames that an earlier replay had answered, or failed to decode."""
+    seconds: float
+    """The time that this replay took, without loading."""
+    notes: list[str]
+    """The notes that this replay printed on frames."""
+
+
 _MOST_UNDECODED, _MOST_UNDECODED_BYTES = 100, 2 * MOST_BYTES
 """The frames after which a replay stops to look for a first one that can be decoded."""
 _MOST_LISTED = 10_000
@@ -135,14 +198,14 @@ def _first_frame(bag: Bag, topic: str, sampling: Sampling) -> Frame:
 
 def _summarised(results: Iterable[FrameResult], counts: Mapping[str, int]) -> dict[str, Any]:
     """Return the first fields of a report. Raises `BagError` where no frame was answered."""
-    failures: list[dict[str, Any]] = []
+    failures: list[FrameFailure] = []
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     answered, failed, overlays, seen_share = 0, 0, 0, 1.0
     for result in results:
         if result.failure is not None:
             failed += 1
             if failed <= _MOST_LISTED:
-                failures.append({"frame": result.number, "time_ns": result.time_ns, "reason": result.failure})
+                failures.append(FrameFailure(result.number, result.time_ns, result.failure))
             continue
         answered, overlays = answered + 1, overlays + bool(result.overlay)
         seen_share = min(seen_share, result.seen_share)
@@ -150,14 +213,14 @@ def _summarised(results: Iterable[FrameResult], counts: Mapping[str, int]) -> di
             if value is not None:
                 times[part].append(value)
     if not answered:
-        first = f", the first because {failures[0]['reason']}" if failures else ""
+        first = f", the first because {failures[0].reason}" if failures else ""
         raise BagError(f"no frame was answered: {failed} failed{first}. Choose another topic or other times.")
     others = {name: counts[name] for name in ("skipped", "outside", "after_limit")}
     return {
-        "frames": {"total": counts["total"], "answered": answered, "failed": failed, **others},
-        "failures": failures,
+        "frames": FrameCounts(counts["total"], answered, failed, **others),
+        "failures": tuple(failures),
         "overlays": overlays,
-        "ms": {part: asdict(Spread.of(found)) if found else None for part, found in times.items()},
+        "ms": {part: Spread.of(found) if found else None for part, found in times.items()},
         "seen_share": seen_share,
     }
 
@@ -241,7 +304,7 @@ def main(arguments: Sequence[str] | None) -> None:
             raise KeyboardInterrupt(
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt
-    write_result(options.json, report, lambda: sys.stdout.write(_in_words(report)))
+    write_result(options.json, to_json(report), lambda: sys.stdout.write(_in_words(report)))
     sys.stderr.write(_warnings(report, no_overlay=options.no_overlay))
 
 
@@ -294,7 +357,7 @@ class _Answering:
         )
 
 
-def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> dict[str, Any]:
+def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> ReplayReport:
     """Answer the wanted frames that the journal does not have yet, write the output, and return the report."""
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
@@ -323,60 +386,61 @@ def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> dict[str, 
         )
         sys.stderr.write(f"{answering.notes[-1]}\n")
     manifest = answering.pipeline.bundle.manifest
-    report = {
+    report = ReplayReport(
         **_summarised(journal.results(), chooser.counts),
-        "bag": str(options.bag),
-        "topic": options.topic,
-        "type": type_name,
-        "prompt": options.prompt,
-        "output": str(options.output),
-        "model": model_name(manifest.checkpoint.source),
-        "bundle_sha256": answering.pipeline.bundle.sha256,
-        "backend": answering.pipeline.backend.name,
-        "precision": manifest.precision,
-        "method": options.method,
-        "budget": options.budget,
-        "damage": bag.damage,
-        "resumed": resumed,
-        "seconds": time.monotonic() - began,
-        "notes": answering.notes,
-    }
+        bag=str(options.bag),
+        topic=options.topic,
+        type=type_name,
+        prompt=options.prompt,
+        output=str(options.output),
+        model=model_name(manifest.checkpoint.source),
+        bundle_sha256=answering.pipeline.bundle.sha256,
+        backend=answering.pipeline.backend.name,
+        precision=manifest.precision,
+        method=options.method,
+        budget=options.budget,
+        damage=bag.damage,
+        resumed=resumed,
+        seconds=time.monotonic() - began,
+        notes=answering.notes,
+    )
     # The metadata of MCAP are texts; parts of the report are JSON.
     metadata = {
         name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in report.items()
+        for name, value in to_json(report).items()
         if name not in ("output", "resumed", "seconds", "notes")
     }
     write_answers(options.output, journal.results(), metadata)
     return report
 
 
-def _in_words(report: Mapping[str, Any]) -> str:
-    frames, ttft = report["frames"], report["ms"]["ttft"]
+def _in_words(report: ReplayReport) -> str:
+    frames, ttft = report.frames, report.ms["ttft"]
     others = {
-        "failed": frames["failed"],
-        "skipped": frames["skipped"],
-        "before --start or after --end": frames["outside"],
-        "after --limit": frames["after_limit"],
+        "failed": frames.failed,
+        "skipped": frames.skipped,
+        "before --start or after --end": frames.outside,
+        "after --limit": frames.after_limit,
     }
-    few = few_note(frames["answered"])
     return (
-        f"[{report['budget']}] {frames['answered']} of {counted(frames['total'], 'frame')} answered"
+        f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
         + "".join(f", {count} {what}" for what, count in others.items() if count)
-        + (f"; TTFT {ttft['median']:.0f} ms (p95 {ttft['p95']:.0f}){few}" if ttft else "")
-        + f"; written to '{escaped(report['output'])}'\n"
+        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f}){few_note(frames.answered)}" if ttft else "")
+        + f"; written to '{escaped(report.output)}'\n"
     )
 
 
-def _warnings(report: Mapping[str, Any], *, no_overlay: bool) -> str:
+def _warnings(report: ReplayReport, *, no_overlay: bool) -> str:
     lines = []
-    frames, damage = report["frames"], report["damage"]
-    for first in report["failures"][:1]:
-        failed = counted(frames["failed"], "frame")
-        lines.append(f"warning: {failed} could not be decoded. Frame {first['frame']}: {first['reason']}.")
-    if damage is not None:
-        lines.append(f"warning: the bag ends early. {damage}. {frames['total']} frames were read before.")
-    if report["budget"] == UNPRUNED and not no_overlay:
+    if report.failures:
+        first = report.failures[0]
+        lines.append(
+            f"warning: {counted(report.frames.failed, 'frame')} could not be decoded. Frame {first.frame}: "
+            f"{first.reason}."
+        )
+    if report.damage is not None:
+        lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
+    if report.budget == UNPRUNED and not no_overlay:
         lines.append(f"note: no overlays were drawn, because budget {UNPRUNED} drops no tokens.")
     return "".join(f"{escaped(line)}\n" for line in lines)
 
