@@ -33,7 +33,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.weights import PRECISIONS
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime
-from sinkprune.runtime.device import open_device
+from sinkprune.runtime.device.cuda import open_device
 
 PER_MILLE = 10
 WARM_UP = 20

@@ -44,7 +44,7 @@ def gpu(folder: Path = Path()) -> Reason:
     if nvidia_smi("name") is not None:
         return None
     from sinkprune.contract.errors import BackendError
-    from sinkprune.runtime.device import open_device
+    from sinkprune.runtime.device.cuda import open_device
 
     try:
         open_device()

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.deadlines.costs import (
-    ActionCosts,
-    BudgetCosts,
-    Place,
-    RecentRatios,
-    read_action_costs,
-    write_costs,
-)
+from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place, RecentRatios, read_action_costs, write_costs
 
 MS = st.floats(0.01, 1e4)
 PLACE = Place("0" * 64, (1, 3), "fp32", "int8", "ort-cpu", "fp32", 2, "a machine")

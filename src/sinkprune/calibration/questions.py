@@ -47,10 +47,10 @@ from sinkprune.runtime.commands.options import (
     name_list,
 )
 from sinkprune.runtime.commands.run import note_files, note_many_pictures
-from sinkprune.runtime.families import Family, load_family
+from sinkprune.runtime.families import Family, add_fit_option, load_family
 from sinkprune.runtime.hooks import NOBODY, Observer
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.media.images import add_fit_option, read_image
+from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, file_facts, picture_facts
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap

@@ -181,7 +181,7 @@ def _parser() -> CommandParser:
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.profiles import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS
-    from sinkprune.runtime.media.images import add_fit_option
+    from sinkprune.runtime.families import add_fit_option
 
     parser = CommandParser(
         "sinkprune build",

@@ -21,8 +21,7 @@ from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import Fit
+from sinkprune.runtime.families import Fit, load_family
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain, Wrap
 from sinkprune.runtime.steps.loaded_model import LoadedModel

@@ -18,10 +18,10 @@ from sinkprune.contract.registry import Registry
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import Fit, check_fit
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.hooks import NOBODY, Budgets, Hooks, Observer, Rows, Tokens
 from sinkprune.runtime.loading import LOAD_OPTIONS, LoadOptions, StaysInProcess, check_kind, load_model
-from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
 from sinkprune.runtime.steps.pictures import PictureLike, decoded

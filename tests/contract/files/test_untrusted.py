@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.files.untrusted import (
-    MissingError,
-    UnreadableError,
-    open_regular,
-    parsed_json,
-    read_bytes,
-)
+from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular, parsed_json, read_bytes
 
 
 def test_a_file_of_the_limit_is_read_and_one_byte_more_refused(tmp_path: Path) -> None:

@@ -13,13 +13,7 @@ from PIL import Image
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.gate.comparing import (
-    Gate,
-    check_engines,
-    compare_chunks,
-    engines_alone,
-    row_differences,
-)
+from sinkprune.engines.gate.comparing import Gate, check_engines, compare_chunks, engines_alone, row_differences
 from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import chunk_limit, first_refusal
 from sinkprune.engines.progress import SILENT

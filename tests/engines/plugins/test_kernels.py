@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import sanitizer_kernels
 from sinkprune.contract.errors import BackendError
 from sinkprune.engines.plugins.launches import KernelRunner
-from sinkprune.runtime.device import open_device
+from sinkprune.runtime.device.cuda import open_device
 from support.models import graphs
 from support.programs.slow_cases import slow_except
 from support.references import reference

@@ -25,7 +25,7 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
 from sinkprune.export.source import ExportRequest, open_source
-from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.families import Rotary
 from support.models.graphs import parameters_of
 from support.models.published_configs import PINPOINTS, PROCESSORS, PUBLISHED, with_value
 

@@ -15,8 +15,7 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnx_file import read_onnx_file
+from sinkprune.runtime.backends.models import Model, checked_weights
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
 from support.models.manifests import file_of
 
@@ -129,12 +128,12 @@ def test_weights_are_read_as_onnx_reads_them(bundle: Callable[..., Path]) -> Non
 )
 def test_what_might_never_end_or_reaches_out_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BackendError, match=reason):
-        read_onnx_file(data, "graph 'graph'")
+        checked_weights(data, "graph 'graph'")
 
 
 def test_functions_that_end_are_taken() -> None:
     data = model_of([call("f")], [function("f", ["g", "g"]), function("g", ["Neg", "Neg"])])
-    assert read_onnx_file(data, "graph 'graph'").weights == ()
+    assert checked_weights(data, "graph 'graph'") == ()
 
 
 def loaded(folder: Path, data: bytes, **files: bytes) -> Model:

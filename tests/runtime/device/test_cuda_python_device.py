@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime import device as device_module
 from sinkprune.runtime.device import cuda as cuda_python
+from sinkprune.runtime.device import cuda as device_module
 from sinkprune.runtime.device.cuda import CudaPythonDevice
 
 driver = pytest.importorskip("cuda.bindings.driver")

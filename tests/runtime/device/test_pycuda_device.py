@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime import device as device_module
+from sinkprune.runtime.device import cuda as device_module
 from sinkprune.runtime.device import cuda as pycuda_device
 from sinkprune.runtime.device.cuda import PycudaDevice
 

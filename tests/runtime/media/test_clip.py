@@ -24,15 +24,14 @@ from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
 from sinkprune.runtime.families.qwen import Qwen25VL
-from sinkprune.runtime.media.clip import (
-    Clip,
-    ClipSize,
-    SampledFrames,
+from sinkprune.runtime.families.qwen_processor import (
+    Qwen3Processor,
+    QwenProcessor,
     end_to_end_indices,
     evenly_spaced_indices,
     sample_frames,
 )
-from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
+from sinkprune.runtime.media.clip import Clip, ClipSize, SampledFrames
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
 from support.models.qwen_checkpoints import VIDEO_TOKEN

@@ -21,9 +21,8 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import FITS, Fit
-from sinkprune.runtime.processors.square import SquareProcessor
+from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families.llava import SquareProcessor
 
 Bundles = Callable[..., Path]
 SIDE = 56

@@ -14,13 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.media.images import (
-    FORMATS,
-    MOST_PIXELS,
-    MOST_WEBP_PIXELS,
-    read_image,
-    to_rgb,
-)
+from sinkprune.runtime.media.images import FORMATS, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
 from support.programs.repository import ROOT
 from support.programs.slow_cases import slow
 

@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.media import metered_file
-from sinkprune.runtime.media.images import MOST_TILES, ImageBytes, read_image
-from sinkprune.runtime.media.metered_file import MeteredFile
+from sinkprune.runtime.media import images as metered_file
+from sinkprune.runtime.media.images import MOST_TILES, ImageBytes, MeteredFile, read_image
 
 # Seconds that the tests allow, in the place of ten.
 _ALLOWED = 0.1

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip, sample_frames
+from sinkprune.runtime.families.qwen_processor import sample_frames
+from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip
 from sinkprune.runtime.media.video_file import MOST_FRAME_PIXELS, VideoFile
 from support.models.clips import LIMITS, frames
 from support.models.video_files import write_video

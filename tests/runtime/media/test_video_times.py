@@ -16,7 +16,12 @@ from PIL import Image
 
 from sinkprune import VideoFile
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.media.clip import end_to_end_indices, evenly_spaced_indices, nearest_frames, sample_frames
+from sinkprune.runtime.families.qwen_processor import (
+    end_to_end_indices,
+    evenly_spaced_indices,
+    nearest_frames,
+    sample_frames,
+)
 from support.models.clips import LIMITS, frames
 from support.models.video_files import write_video
 

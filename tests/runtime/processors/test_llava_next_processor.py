@@ -19,8 +19,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.runtime.families.llava_next import LlavaNext
-from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
+from sinkprune.runtime.families.llava_next import LlavaNext, LlavaNextProcessor
 from support.models.checkpoints import PINPOINTS, SIDE
 from support.references.steps import layout_of
 

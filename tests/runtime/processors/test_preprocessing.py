@@ -16,9 +16,9 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import FITS, Fit, read_image
-from sinkprune.runtime.processors.square import SquareProcessor
+from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families.llava import SquareProcessor
+from sinkprune.runtime.media.images import read_image
 from support.references.steps import layout_of
 
 SETTINGS = read_family("preset", PRESETS["llava-1.5-7b"]).processor({})

@@ -19,7 +19,7 @@ from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import ImageError, PruningError
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.families.qwen_processor import QwenProcessor
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.qwen_checkpoints import IMAGE_TOKEN
 from support.references.steps import layout_of, patch_grid

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sinkprune.runtime.processors.qwen import TorchvisionResize
+from sinkprune.runtime.families.qwen_processor import TorchvisionResize
 
 SIZES = st.tuples(st.integers(1, 150), st.integers(1, 150))
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_window_index
 
-from sinkprune.runtime.processors.qwen import Grid, window_index
+from sinkprune.runtime.families.qwen_processor import Grid, window_index
 
 sides = st.integers(1, 15).map(lambda units: 2 * units)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sinkprune.runtime.text.chat_template import ChatTemplate
+from sinkprune.runtime.text.prompt import ChatTemplate
 
 TEXT = "  What's <b>in</b> the “picture”?\n\nGröße & 🙂 {{ 7 }}  "
 PARTS = [{"type": "image"}, {"type": "text", "text": TEXT}, {"type": "image"}, {"type": "text", "text": "One, two"}]

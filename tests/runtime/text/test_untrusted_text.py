@@ -10,8 +10,7 @@ import pytest
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.text.answer_text import AnswerText
-from sinkprune.runtime.text.chat_template import ChatTemplate
-from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.prompt import ChatTemplate, PromptEncoder
 from support.programs.repository import ROOT
 
 TOKENIZER = ROOT / "tests" / "fuzz" / "corpus" / "tokenizers" / "harmless.json"

@@ -18,7 +18,7 @@ import torch
 
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.launches import KernelRunner, Launch
-from sinkprune.runtime.device import Device
+from sinkprune.runtime.device.cuda import Device
 
 Memory = dict[str, torch.Tensor]
 

@@ -25,8 +25,7 @@ from sinkprune.contract.precision import BLOCK_SIZES
 from sinkprune.export import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands.options import Options, add_report_options, explain_interrupt, write_report
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import add_fit_option
+from sinkprune.runtime.families import add_fit_option, load_family
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:

@@ -28,9 +28,7 @@ from sinkprune.export.weights.rounding import RoundingMethod
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
-from sinkprune.runtime.families import TowerInput, load_family
-from sinkprune.runtime.families.rotary import Rotary
-from sinkprune.runtime.media.images import Fit
+from sinkprune.runtime.families import Fit, Rotary, TowerInput, load_family
 from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.prompt_rows import Embedding, lay_out
 from sinkprune.runtime.text.prompt import PromptEncoder

@@ -78,7 +78,7 @@ def _parser() -> CommandParser:
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends import THREADS
     from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-    from sinkprune.runtime.media.images import add_fit_option
+    from sinkprune.runtime.families import add_fit_option
 
     parser = CommandParser(
         "sinkprune check",

@@ -50,7 +50,7 @@ from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.device import open_device
+from sinkprune.runtime.device.cuda import open_device
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
 

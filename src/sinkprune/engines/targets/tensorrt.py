@@ -23,7 +23,7 @@ from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_moni
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
 from sinkprune.runtime.backends.tensorrt.backend import import_tensorrt, new_error_log
-from sinkprune.runtime.device import open_device
+from sinkprune.runtime.device.cuda import open_device
 
 
 class TensorRTBuilder(Builder):

@@ -33,10 +33,9 @@ from sinkprune.contract.schedule import VisualLayout, schedule
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
-from sinkprune.runtime.device import open_device
-from sinkprune.runtime.families import load_family
+from sinkprune.runtime.device.cuda import open_device
+from sinkprune.runtime.families import Fit, add_fit_option, load_family
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.media.images import Fit, add_fit_option
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts

@@ -5,19 +5,82 @@ Families are registered by entry points (`sinkprune.contract.budgets.FAMILIES`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import FAMILIES, Share
+from sinkprune.contract.checks import format_value
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.media.picture_warnings import FileFacts
+
+
+class Positions(NamedTuple):
+    """The positions of a prompt's rows."""
+
+    rows: Array
+    """[S], or [A,S] for positions of A axes."""
+    next: int
+    """The position of the first new token, the same on every axis."""
+
+
+class Rotary:
+    """Makes tables of rotary embedding with base `theta` for heads of `head_dim`.
+
+    Without `sections` positions have one axis. In mRoPE they have three, and section i is the number of frequencies
+    that rotate with axis i modulo 3 (Qwen2-VL's report, section 2.1).
+    """
+
+    def __init__(
+        self, theta: float, head_dim: int, dtype: np.dtype[Any], sections: Sequence[int] = (), factor: float = 1.0
+    ) -> None:
+        """Take the base and the sections; positions are divided by `factor`."""
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        self._frequencies = (1.0 / np.float32(theta) ** exponents / np.float32(factor)).astype(np.float32)
+        sections = sections or (len(exponents),)
+        self._axis = np.repeat(np.arange(len(sections)) % 3, sections)
+        self._dtype = dtype
+
+    def tables(self, positions: Array) -> tuple[Array, Array]:
+        """Return cos and sin [1,S,head_dim/2] for `positions` [S], or [3,S] in mRoPE; angles in fp32.
+
+        Positions [S] are the same on every axis.
+        """
+        axes = np.broadcast_to(positions, (self._axis.max() + 1, positions.shape[-1]))
+        angles = axes.astype(np.float32)[self._axis].T * self._frequencies
+        return np.cos(angles)[None].astype(self._dtype), np.sin(angles)[None].astype(self._dtype)
+
+
+Fit = Literal["crop", "pad", "stretch"]
+"""`crop` keeps the middle square and loses the rest. `pad` adds bars of the processor's mean colour around the whole
+picture. `stretch` resizes the whole picture without keeping its aspect ratio."""
+FITS: tuple[Fit, ...] = get_args(Fit)
+
+
+def add_fit_option(parser: ArgumentParser) -> None:
+    """Add `--fit`, one of `FITS`, to the parser of a command that runs pictures."""
+    parser.add_argument(
+        "--fit",
+        choices=FITS,
+        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
+        "aspect ratio (default: the checkpoint's own)",
+    )
+
+
+def check_fit(fit: object) -> None:
+    """Raise `UsageError` if `fit` is neither one of `FITS` nor None, the checkpoint's own way."""
+    if fit is not None and not (isinstance(fit, str) and fit in FITS):
+        raise UsageError(
+            f"fit is {format_value(fit)}, expected one of {', '.join(FITS)}, or None for the checkpoint's own."
+        )
 
 
 class TowerInput(NamedTuple):

@@ -1,18 +1,121 @@
-"""The runtime sides of pi0 and pi0.5."""
+"""The pictures of pi0 and pi0.5: whole, in a part of a square.
+
+LeRobot resizes floats bilinearly without antialiasing, as PyTorch's `interpolate`. Bars are black. LeRobot 0.4 filled
+them with -3, which its later versions and openpi do not.
+"""
 
 from __future__ import annotations
 
-from typing import get_args
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import numpy as np
+from PIL import Image
 
-from sinkprune.contract.manifest import LeRobotResize, Manifest, PolicyFacts, SiglipTower
+from sinkprune.contract.checks import from_json
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import LeRobotResize, LeRobotSettings, Manifest, PaddedSettings, PolicyFacts, SiglipTower
+from sinkprune.contract.precision import Array
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
-from sinkprune.runtime.families.llava import SquarePictures
-from sinkprune.runtime.media.images import Fit
-from sinkprune.runtime.processors.padded import PaddedProcessor, PaddedSquare, ResizeWithPad
-from sinkprune.runtime.processors.square import PixelSize
+from sinkprune.runtime.families import Fit
+from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_values
+
+
+class PaddedSquare(ABC):
+    """Resizes whole images into a square, and fills the rest of it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Take checked `settings`."""
+        self._settings, self._side = settings, settings["pad_size"]["height"]
+
+    @abstractmethod
+    def __call__(self, image: Image.Image) -> Array:
+        """Return [3,side,side] fp32 of an RGB image; raises `ImageError` if nothing of it would be left."""
+
+    def square_box(self, size: PixelSize) -> tuple[float, float, float, float]:
+        """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""
+        resized = self._resized(size)
+        (left, top), (across, down) = self._corner(resized), np.divide(size, resized).tolist()
+        return -left * across, -top * down, (self._side - left) * across, (self._side - top) * down
+
+    @abstractmethod
+    def _resized(self, size: PixelSize) -> PixelSize:
+        """Return the width and height of an image of `size` within the square; raises `ImageError` without pixels."""
+
+    def _corner(self, resized: PixelSize) -> PixelSize:
+        """Return where the upper left corner of an image of the size `resized` is in the square."""
+        return 0, 0
+
+    def _checked(self, resized: PixelSize, size: PixelSize) -> PixelSize:
+        if 0 in resized:
+            raise ImageError(
+                f"the image has {size[0]}x{size[1]} pixels, of which nothing is left in a square of {self._side}. "
+                "Give one whose sides differ less."
+            )
+        return resized
+
+
+class PaddedProcessor(PaddedSquare):
+    """Fills the square's right or its lower part with zeros."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Check `settings`, those of preprocessor_config.json; raises `SchemaError` if they are malformed."""
+        from_json(PaddedSettings, settings, "$.processor")
+        super().__init__(settings)
+
+    def __call__(self, image: Image.Image) -> Array:
+        size = self._resized(image.size)
+        pixels = np.asarray(image.resize(size, Image.Resampling(self._settings["resample"])))
+        padded = np.zeros((3, self._side, self._side), np.float32)
+        padded[:, : size[1], : size[0]] = pixel_values(pixels, self._settings).transpose(2, 0, 1)
+        return padded
+
+    def _resized(self, size: PixelSize) -> PixelSize:
+        width, height = size
+        scale = min(self._side / max(height, 1), self._side / max(width, 1))
+        return self._checked((int(width * scale), int(height * scale)), size)
+
+
+class ResizeWithPad(PaddedSquare):
+    """LeRobot's `resize_with_pad_torch` and `resize_with_pad`, by the names in `settings`; fills with black."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Check `settings`, those of a bundle's `processor`; raises `SchemaError` if they are malformed."""
+        from_json(LeRobotSettings, settings, "$.processor")
+        super().__init__(settings)
+        self._centred = settings["image_processor_type"] == "resize_with_pad_torch"
+
+    def __call__(self, image: Image.Image) -> Array:
+        width, height = self._resized(image.size)
+        pixels = _interpolated(_interpolated(np.asarray(image), height, axis=0), width, axis=1)
+        left, top = self._corner((width, height))
+        square = np.zeros((self._side, self._side, 3), np.float32)
+        square[top : top + height, left : left + width] = pixels
+        return np.ascontiguousarray(pixel_values(square, self._settings).transpose(2, 0, 1))
+
+    def _resized(self, size: PixelSize) -> PixelSize:
+        width, height = size
+        ratio = max(width / self._side, height / self._side, 1 / self._side)
+        return self._checked((int(width / ratio), int(height / ratio)), size)
+
+    def _corner(self, resized: PixelSize) -> PixelSize:
+        share = 2 if self._centred else 1
+        return (self._side - resized[0]) // share, (self._side - resized[1]) // share
+
+
+def _interpolated(pixels: Array, length: int, axis: int) -> Array:
+    """Return `pixels` [height,width,3] with `length` rows or columns, each a mix of the nearest two, fp32."""
+    old = pixels.shape[axis]
+    if old == length:
+        return pixels
+    scale = np.float32(old / length)
+    places = np.maximum((np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    first = np.minimum(places.astype(np.int64), old - 1)
+    share = (places - first).astype(np.float32).reshape([-1 if one == axis else 1 for one in range(3)])
+    near, far = (np.take(pixels, each, axis).astype(np.float32) for each in (first, np.minimum(first + 1, old - 1)))
+    return near * (np.float32(1) - share) + far * share
 
 
 class Pi0(SquarePictures):

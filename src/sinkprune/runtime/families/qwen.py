@@ -13,19 +13,20 @@ from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.manifest import Manifest, Qwen3Tower, QwenTower
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, qwen_tower_flops
-from sinkprune.runtime.families.rotary import Rotary
-from sinkprune.runtime.media.clip import (
-    Picture,
-    SampledFrames,
+from sinkprune.runtime.families import Fit, Rotary
+from sinkprune.runtime.families.llava import check_settings
+from sinkprune.runtime.families.qwen_processor import (
+    Grid,
+    Qwen3Processor,
+    QwenProcessor,
     Sampling,
-    Video,
+    Windows,
     end_to_end_indices,
     evenly_spaced_indices,
     sample_frames,
+    window_index,
 )
-from sinkprune.runtime.media.images import Fit
-from sinkprune.runtime.processors.qwen import Grid, Qwen3Processor, QwenProcessor, Windows, window_index
-from sinkprune.runtime.processors.square import check_settings
+from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 
 
 class Qwen25VL:

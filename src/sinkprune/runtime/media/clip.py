@@ -1,17 +1,15 @@
-"""Clips: frames in a list or a video file, and the frames of them that a model sees."""
+"""Clips: frames in a list or a video file."""
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks import RealNumber, creation_checks_options, format_value, type_name
@@ -86,7 +84,7 @@ class Clip:
                 f"found {type_name(self.frames)} as a clip's frames, expected images. Give a list of them."
             )
         # PyAV's rates are fractions, which Python 3.11 and earlier cannot write with `:.1f`.
-        object.__setattr__(self, "fps", _rate("clip", self.fps))
+        object.__setattr__(self, "fps", check_rate("clip", self.fps))
         object.__setattr__(self, "frames", [*self.frames])
 
     @property
@@ -133,7 +131,8 @@ Picture = Image.Image | SampledFrames
 """The visual input of a model: an RGB image, or the frames of a clip."""
 
 
-def _rate(kind: str, fps: object) -> float:
+def check_rate(kind: str, fps: object) -> float:
+    """Return the frames a second of a clip or video, which messages call `kind`; raises `VideoError`."""
     try:
         return _RATE.check(fps)
     except UsageError as error:
@@ -162,69 +161,3 @@ def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
             )
         taken.append(frame)
     return taken
-
-
-def evenly_spaced_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
-    """Return which of `count` frames a model sees: evenly spaced, `settings["fps"]` a second within the limits.
-
-    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Of fewer than `together` frames all are used, but at
-    most `settings["max_frames"]`.
-    """
-    most = math.floor(min(settings["max_frames"], count) / together) * together
-    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
-    number = math.floor(wanted / together) * together
-    if number == 0:
-        return list(range(min(count, settings["max_frames"])))
-    # transformers' step may round down, and its range then has one more element, after the last frame.
-    steps = np.arange(number) * (count / number)
-    return [int(step) for step in steps.astype(np.float32)]
-
-
-def end_to_end_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
-    """Return which of `count` frames a model sees: evenly spaced from the first to the last, within the limits.
-
-    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
-    """
-    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
-    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]
-
-
-def nearest_frames(times: Sequence[float], indices: Sequence[int]) -> list[int]:
-    """Return the frames nearest to where frames at a constant rate would have the numbers `indices`.
-
-    `times` are the seconds of each of several frames after the first. No frame is returned twice.
-    """
-    ascending, count = np.array(times), np.arange(len(indices))
-    wanted = np.array(indices) * (times[-1] / (len(times) - 1))
-    after = np.searchsorted(ascending, wanted).clip(1, len(times) - 1)
-    nearest = np.where(wanted - ascending[after - 1] <= ascending[after] - wanted, after - 1, after)
-    distinct = np.maximum.accumulate(nearest - count) + count
-    return [int(index) for index in np.minimum(distinct, len(times) - len(indices) + count)]
-
-
-Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
-"""`evenly_spaced_indices`, or a function with the same arguments."""
-
-
-def sample_frames(
-    video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = evenly_spaced_indices
-) -> SampledFrames:
-    """Return the frames of `video` that a model sees by a processor's `settings`, `together` of them to a token.
-
-    Raises `VideoError` for a video without frames, without a rate, or with frames of several sizes.
-    """
-    if video.count < 1:
-        raise VideoError("the video has no frames. Give one with a picture in it.")
-    _rate("video", video.fps)
-    indices = sampling(video.count, video.fps, settings, together)
-    if video.times is not None:
-        indices = nearest_frames(video.times, indices)
-    frames = video.read(indices)
-    sizes = {frame.size for frame in frames}
-    if len(sizes) > 1:
-        raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
-    (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
-    seconds = tuple(index / video.fps if video.times is None else video.times[index] for index in indices)
-    at_rate = max(1, min(video.count, int(video.count / video.fps * settings["fps"])))
-    size = ClipSize(width, height, len(indices), fps)
-    return SampledFrames(frames, size, seconds, at_rate, tuple(indices), video.times is None)

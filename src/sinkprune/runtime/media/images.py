@@ -1,26 +1,86 @@
-"""Pictures from files, bytes and arrays: checked by their headers, then decoded."""
+"""Pictures from files, bytes and arrays: checked by their headers, then decoded.
+
+It walks over millions of empty segments in Python and keeps each of them, reads the same bytes for every tag that
+points to them, and decodes a JPEG again for each scan.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import struct
+import time
 import warnings
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock
-from typing import Any, BinaryIO, Literal, TypeVar, cast, get_args
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from sinkprune.contract.checks import format_value, type_name
-from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.checks import type_name
+from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.metered_file import MeteredFile
+
+MOST_SECONDS = 10.0
+"""The most processor time for decoding: five times that of the largest pictures on a processor of 2020."""
+_HEADER_SECONDS, _HEADER_READS = 1.0, 10_000
+"""The most processor time and reads for a picture's header, which a server reads before it is the picture's turn.
+
+Those reads take some 40 ms. Exif data that is joined from many segments takes long with few reads.
+"""
+_MOST_TIMES, _SPARE_BYTES = 2, 1 << 20
+
+
+class MeteredFile:
+    """An open picture file that raises `ImageError` when its decoder reads too much or computes for too long.
+
+    All of Pillow's loops over a file read between their steps, so every read checks both. A read requests no more
+    bytes than the file has, because Python reserves memory for the request first.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, cancelled: Event | None = None) -> None:
+        """Wrap `file` of `size` bytes, and start to count the time of this thread; `cancelled` ends all reads."""
+        self._file, self._size, self._cancelled = file, size, cancelled
+        self._left = _MOST_TIMES * size + _SPARE_BYTES
+        self._began = time.thread_time()
+        self._seconds, self._reads = _HEADER_SECONDS, float(_HEADER_READS)
+        self.seek, self.tell = file.seek, file.tell
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, which libtiff reads from."""
+        return self._file.fileno()
+
+    def end_header(self) -> None:
+        """Allow the time for decoding, and any number of reads, because the header was read."""
+        self._seconds, self._reads = MOST_SECONDS, math.inf
+
+    def read(self, count: int = -1) -> bytes:
+        """Return up to `count` bytes, or all bytes that are left."""
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise ImageError("nobody needs the image any longer.")
+        self._reads -= 1
+        late = time.thread_time() - self._began > self._seconds
+        if self._reads < 0 or (late and self._reads < math.inf):
+            raise ImageError("the image's header has too many parts. Give one that is saved anew.")
+        if late:
+            raise ImageError(
+                f"decoding the image takes more than {MOST_SECONDS:g} seconds of processor time. Give one that is "
+                "smaller, or saved anew."
+            )
+        if count < 0 or count > 1 << 16:
+            left = max(0, self._size - self._file.tell())
+            count = left if count < 0 else min(count, left)
+        data = self._file.read(count)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ImageError("the image refers to the same bytes again and again. Give one that is saved anew.")
+        return data
+
 
 _FORMATS = ("GIF", "PNG", "TIFF", "WEBP")
 # JPEGs with several pictures (MPO, CIPA DC-007): the tag of their list, and the word in the type of those that are
@@ -480,49 +540,3 @@ def strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
     rows = max(1, _STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
         yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
-
-
-Fit = Literal["crop", "pad", "stretch"]
-"""`crop` keeps the middle square and loses the rest. `pad` adds bars of the processor's mean colour around the whole
-picture. `stretch` resizes the whole picture without keeping its aspect ratio."""
-FITS: tuple[Fit, ...] = get_args(Fit)
-
-
-def add_fit_option(parser: ArgumentParser) -> None:
-    """Add `--fit`, one of `FITS`, to the parser of a command that runs pictures."""
-    parser.add_argument(
-        "--fit",
-        choices=FITS,
-        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
-        "aspect ratio (default: the checkpoint's own)",
-    )
-
-
-def check_fit(fit: object) -> None:
-    """Raise `UsageError` if `fit` is neither one of `FITS` nor None, the checkpoint's own way."""
-    if fit is not None and not (isinstance(fit, str) and fit in FITS):
-        raise UsageError(
-            f"fit is {format_value(fit)}, expected one of {', '.join(FITS)}, or None for the checkpoint's own."
-        )
-
-
-def fitted_settings(settings: Mapping[str, Any], fit: Fit, side: int) -> dict[str, Any]:
-    """Return a processor's `settings` with another fit, for a tower that takes squares of `side` pixels.
-
-    `crop` keeps the checkpoint's own shortest edge and crop, if it has them. LLaVA's authors trained with `pad`
-    (`expand2square` in `llava/mm_utils.py`).
-    """
-    if fit != "crop":
-        whole = {"do_resize": True, "size": {"height": side, "width": side}, "do_center_crop": False}
-        return {**settings, **whole, "do_pad": fit == "pad"}
-    if settings["do_center_crop"] and "shortest_edge" in settings["size"]:
-        return {**settings, "do_pad": False}
-    crop = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, "do_center_crop": True}
-    return {**settings, **crop, "do_resize": True, "do_pad": False}
-
-
-def share_within(box: tuple[float, float, float, float], size: tuple[int, int]) -> float:
-    """Return the share of a picture of `size` (width, height) in `box`: left, top, right, bottom in its pixels."""
-    left, top, right, bottom = box
-    width, height = size
-    return (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)

@@ -20,7 +20,7 @@ from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.families import Rotary
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""

@@ -18,7 +18,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor
-from sinkprune.runtime.families.rotary import Positions
+from sinkprune.runtime.families import Positions
 from sinkprune.runtime.steps.chain import EncodedPicture
 
 _DTYPES: dict[PrecisionName, str] = {"fp32": "F32", "fp16": "F16"}

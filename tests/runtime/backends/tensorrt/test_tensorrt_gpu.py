@@ -19,7 +19,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.device import open_device
+from sinkprune.runtime.device.cuda import open_device
 from support.programs.commands import run
 from support.references.steps import ask
 

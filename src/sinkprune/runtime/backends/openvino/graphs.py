@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from sinkprune.contract.manifest import TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.kv_cache import cache_names
-from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.models import Model, domain_of, message_class
 
 _THROUGH = {"Convert": 1, "Reshape": 1, "Unsqueeze": 1, "Subtract": 2, "Multiply": 2}
 """The operators between a constant and its product, with the number of inputs that are followed."""
@@ -274,7 +275,7 @@ class GraphReader:
 
     def _of_bundle(self, model: Model) -> Any:
         with paths(model) as path:
-            read = self._core.read_model(path if model.weights else model.inlined)
+            read = self._core.read_model(path if model.weights else inlined(model.onnx))
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
         self._keep_caches(read, cache_names(model.spec))
         return read
@@ -357,3 +358,49 @@ def _specs(ports: Any) -> list[TensorSpec]:
         )
         for port in ports
     ]
+
+
+def inlined(data: bytes) -> bytes:
+    """Return a checked ONNX file with the body of each function at its calls, for libraries without functions."""
+    model = message_class("Model").FromString(data)
+    if not model.functions:
+        return data
+    functions = {(domain_of(function), function.name, function.overload): function for function in model.functions}
+    expanded = message_class("Model")()
+    expanded.CopyFrom(model)
+    del expanded.graph.node[:], expanded.functions[:]
+    expanded.graph.node.extend(_expanded(model.graph.node, functions, "inlined"))
+    return bytes(expanded.SerializeToString())
+
+
+def _expanded(nodes: Any, functions: dict[Any, Any], prefix: str) -> Iterator[Any]:
+    """Yield `nodes`, and for each call the nodes of its function, whose own values begin with `prefix`."""
+    for number, node in enumerate(nodes):
+        function = functions.get((domain_of(node), node.op_type, node.overload))
+        if function is None:
+            yield node
+        else:
+            yield from _expanded(_body(function, node, f"{prefix}.{number}"), functions, f"{prefix}.{number}")
+
+
+def _body(function: Any, call: Any, prefix: str) -> Iterator[Any]:
+    """Yield the nodes of `function` on the values of `call`."""
+    # A missing input has no name anywhere. A missing output keeps its name, because other nodes may read it.
+    inputs = dict(zip(function.input, chain(call.input, repeat("")), strict=False))
+    outputs = {name: other for name, other in zip(function.output, call.output, strict=False) if other}
+    names = {"": "", **inputs, **outputs}
+    attributes = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
+    for node in function.node:
+        own = message_class("Node")()
+        own.CopyFrom(node)
+        own.name = f"{prefix}.{node.name}"
+        for values in (own.input, own.output):
+            values[:] = [names.get(name, f"{prefix}.{name}") for name in values]
+        del own.attribute[:]
+        for attribute in node.attribute:
+            if not attribute.ref_attr_name:
+                own.attribute.append(attribute)
+            elif attribute.ref_attr_name in attributes:
+                own.attribute.append(attributes[attribute.ref_attr_name])
+                own.attribute[-1].name = attribute.name
+        yield own

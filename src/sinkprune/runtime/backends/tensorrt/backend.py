@@ -29,8 +29,7 @@ from sinkprune.runtime.backends.tensorrt.engine import (
     Session,
     TensorRTEngine,
 )
-from sinkprune.runtime.device import Device, open_device
-from sinkprune.runtime.device.cuda import MemoryPool
+from sinkprune.runtime.device.cuda import Device, MemoryPool, open_device
 from sinkprune.runtime.system import Turns
 
 _INSTALL = {

@@ -13,8 +13,7 @@ import numpy as np
 
 from sinkprune.contract.bundle import EngineSpec, OptimisationProfile, Range
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import Address, Device
-from sinkprune.runtime.device.cuda import Block, MemoryPool
+from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
 
 # The number of calls that are captured, and of input shapes whose profile and output shapes are cached.
 _REMEMBERED = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,11 +15,11 @@ from PIL import Image
 from sinkprune.contract.budgets import UNPRUNED, Share
 from sinkprune.contract.checks import counted as in_words
 from sinkprune.contract.checks import from_json
-from sinkprune.contract.errors import ImageError, PruningError
+from sinkprune.contract.errors import ImageError, PruningError, VideoError
 from sinkprune.contract.manifest import PatchSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.clip import ClipSize, SampledFrames
-from sinkprune.runtime.processors.square import PixelSize, pixel_values
+from sinkprune.runtime.families.llava import PixelSize, pixel_values
+from sinkprune.runtime.media.clip import ClipSize, SampledFrames, Video, check_rate
 
 WHOLE = Share(1, 1)
 # The model's own limit (smart_resize).
@@ -260,3 +260,69 @@ def window_index(grid: Grid, merge: int, side: int) -> Windows:
     slot = np.empty(grid.patches, np.int64)
     slot[index.ravel()[filled]] = filled
     return Windows(index.astype(np.int64), slot)
+
+
+def evenly_spaced_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Return which of `count` frames a model sees: evenly spaced, `settings["fps"]` a second within the limits.
+
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Of fewer than `together` frames all are used, but at
+    most `settings["max_frames"]`.
+    """
+    most = math.floor(min(settings["max_frames"], count) / together) * together
+    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
+    number = math.floor(wanted / together) * together
+    if number == 0:
+        return list(range(min(count, settings["max_frames"])))
+    # transformers' step may round down, and its range then has one more element, after the last frame.
+    steps = np.arange(number) * (count / number)
+    return [int(step) for step in steps.astype(np.float32)]
+
+
+def end_to_end_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Return which of `count` frames a model sees: evenly spaced from the first to the last, within the limits.
+
+    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
+    """
+    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
+    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]
+
+
+def nearest_frames(times: Sequence[float], indices: Sequence[int]) -> list[int]:
+    """Return the frames nearest to where frames at a constant rate would have the numbers `indices`.
+
+    `times` are the seconds of each of several frames after the first. No frame is returned twice.
+    """
+    ascending, count = np.array(times), np.arange(len(indices))
+    wanted = np.array(indices) * (times[-1] / (len(times) - 1))
+    after = np.searchsorted(ascending, wanted).clip(1, len(times) - 1)
+    nearest = np.where(wanted - ascending[after - 1] <= ascending[after] - wanted, after - 1, after)
+    distinct = np.maximum.accumulate(nearest - count) + count
+    return [int(index) for index in np.minimum(distinct, len(times) - len(indices) + count)]
+
+
+Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
+"""`evenly_spaced_indices`, or a function with the same arguments."""
+
+
+def sample_frames(
+    video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = evenly_spaced_indices
+) -> SampledFrames:
+    """Return the frames of `video` that a model sees by a processor's `settings`, `together` of them to a token.
+
+    Raises `VideoError` for a video without frames, without a rate, or with frames of several sizes.
+    """
+    if video.count < 1:
+        raise VideoError("the video has no frames. Give one with a picture in it.")
+    check_rate("video", video.fps)
+    indices = sampling(video.count, video.fps, settings, together)
+    if video.times is not None:
+        indices = nearest_frames(video.times, indices)
+    frames = video.read(indices)
+    sizes = {frame.size for frame in frames}
+    if len(sizes) > 1:
+        raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
+    (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
+    seconds = tuple(index / video.fps if video.times is None else video.times[index] for index in indices)
+    at_rate = max(1, min(video.count, int(video.count / video.fps * settings["fps"])))
+    size = ClipSize(width, height, len(indices), fps)
+    return SampledFrames(frames, size, seconds, at_rate, tuple(indices), video.times is None)

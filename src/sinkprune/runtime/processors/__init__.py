@@ -1,1 +1,0 @@
-"""Image processors of transformers, with Pillow and numpy only."""
