@@ -30,8 +30,8 @@ from sinkprune.engines.targets import new_builder
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.compatibility import backend_of, open_engines
-from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.known import Compute, backend_of
 
 COMPUTES: dict[Target, tuple[Compute | None, ...]] = {"onnxruntime": (None,), "openvino": ("fastest", "fp32")}
 """The ways of computing that each target's engines are run with."""

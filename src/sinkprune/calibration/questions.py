@@ -36,16 +36,8 @@ from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands.options import (
-    NO_QUESTION,
-    Options,
-    add_report_options,
-    bundle_parser,
-    check_memory,
-    check_report_options,
-    load_pipeline,
-    name_list,
-)
+from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory, load_pipeline
+from sinkprune.runtime.commands.reports import NO_QUESTION, add_report_options, check_report_options, name_list
 from sinkprune.runtime.commands.run import note_files, note_many_pictures
 from sinkprune.runtime.families import Family, add_fit_option, load_family
 from sinkprune.runtime.hooks import NOBODY, Observer

@@ -16,9 +16,10 @@ from sinkprune.deadlines.costs import ActionCosts, Costs, MeasuredCosts, Place, 
 from sinkprune.deadlines.measuring import KeepsCosts, place_of
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.runtime.backends import Backend, load_backend
-from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.commands.options import Options, opened_engines
+from sinkprune.runtime.backends.known import usual_backend
+from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.commands.run import measured_ms
+from sinkprune.runtime.loading import engines_of
 from sinkprune.runtime.steps.answer import DeadlineOutcome, DeadlineReport
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
@@ -53,8 +54,8 @@ def place_here(options: Options, bundle: Bundle) -> Place:
 
     Raises what `Pipeline.load` raises for engines and backends.
     """
-    built = opened_engines(options, bundle)
-    name = options.backend or usual_backend(bundle, built)
+    built = engines_of(bundle, options.engines, options.engines_trust)
+    name = options.backend or usual_backend(built.engines if built else None)
     return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
 
 

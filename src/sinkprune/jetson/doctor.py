@@ -46,8 +46,7 @@ from sinkprune.jetson.fit import (
     refused_by_backend,
 )
 from sinkprune.jetson.host import ClockFrequency, Library, Machine, SystemFiles, read_machine, this_environment
-from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.backends.known import KNOWN, on_cpu
+from sinkprune.runtime.backends.known import KNOWN, on_cpu, usual_backend
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
     """
     if bundle.engines is None:
         return target
-    backend, built = usual_backend(bundle), bundle.engines.manifest.target
+    backend, built = usual_backend(bundle.engines), bundle.engines.manifest.target
     if wanted is not None and KNOWN[wanted].target != built:
         raise UsageError(
             f"the engines '{model}' were built for target {built}, and backend '{wanted}' takes target "

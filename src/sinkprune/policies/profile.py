@@ -42,7 +42,8 @@ from sinkprune.policies.report import (
     PolicyBudgetReport,
     PolicyReport,
 )
-from sinkprune.runtime.commands.options import Options, check_memory, name_list, write_measured
+from sinkprune.runtime.commands.options import Options, check_memory
+from sinkprune.runtime.commands.reports import name_list, write_measured
 from sinkprune.runtime.commands.profile import ProfileExtension, measured_rounds
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family

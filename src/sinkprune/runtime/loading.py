@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.manifest import EMBEDDING, EXPERT
 from sinkprune.contract.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
-from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.known import Compute, usual_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.families import Fit, load_family
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
@@ -27,6 +26,9 @@ from sinkprune.runtime.steps.chain import Chain, Wrap
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.text.prompt import PromptEncoder
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
@@ -113,10 +115,10 @@ class LoadOptions:
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
             )
         given = self.engines
-        built = own_engines(opened) if given is None else open_engines(given, opened, engines_pinned)
+        built = own_engines(opened) if given is None else engines_of(opened, given, engines_pinned)
         # Before the sums, which are slow: an error should come early.
         with self.during("loading packages"):
-            name = usual_backend(opened, built) if self.backend is None else self.backend
+            name = usual_backend(built.engines if built else None) if self.backend is None else self.backend
             library = load_backend(name, self.threads, built, self.compute)
         if self.check_sums:
             with self.during("checking sums") as progress:
@@ -128,6 +130,18 @@ class LoadOptions:
 
 LOAD_OPTIONS = tuple(field.name for field in fields(LoadOptions))
 """Options of loading, as `Pipeline.load` and `Policy.load` take them."""
+
+
+def engines_of(bundle: Bundle, path: str | os.PathLike[str] | None = None, trust: Trust = ANY) -> BuiltEngines | None:
+    """Return the engines in the folder `path`, or those that `bundle` came with; None where its graphs run.
+
+    Raises what `open_engines` raises.
+    """
+    if path is None and bundle.engines is None:
+        return None
+    from sinkprune.runtime.backends.compatibility import open_engines, own_engines
+
+    return own_engines(bundle) if path is None else open_engines(path, bundle, trust)
 
 
 def check_kind(bundle: Bundle, *, acts: bool, instead: str = "sinkprune-act or Policy.load") -> None:

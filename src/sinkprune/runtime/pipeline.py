@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.bundle import Bundle
@@ -16,7 +16,6 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.contract.registry import Registry
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Fit, check_fit
 from sinkprune.runtime.generate import generate
@@ -34,6 +33,9 @@ from sinkprune.runtime.steps.request import (
 )
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.prompt import PromptEncoder, Text
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 
 class Answering(ABC):

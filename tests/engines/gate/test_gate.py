@@ -13,7 +13,8 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.engines.gate.comparing import check_engines, engines_alone
 from sinkprune.engines.gate.report import GraphReport
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.known import backend_of
 from support.programs.slow_cases import slow_except
 from support.references.honest_engines import Honest
 from support.stand_ins.gate_faults import (

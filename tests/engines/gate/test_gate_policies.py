@@ -19,7 +19,8 @@ from sinkprune.engines.gate.report import chunk_limit, first_refusal
 from sinkprune.engines.progress import SILENT
 from sinkprune.policies.gate import load_act
 from sinkprune.runtime.backends import Backend, Engine, load_backend
-from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.known import backend_of
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.references.honest_engines import Honest

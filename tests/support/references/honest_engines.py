@@ -16,8 +16,8 @@ from sinkprune.engines.profiles import resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.compatibility import backend_of, open_engines
-from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.known import Compute, backend_of
 
 
 class Honest:

@@ -37,13 +37,8 @@ from sinkprune.contract.command_line.table_console import (
 )
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.report import in_order_of_rows
-from sinkprune.runtime.commands.options import (
-    Options,
-    add_most_tokens,
-    interrupted_warnings,
-    load_pipeline,
-    write_measured,
-)
+from sinkprune.runtime.commands.options import Options, add_most_tokens, load_pipeline
+from sinkprune.runtime.commands.reports import interrupted_warnings, write_measured
 
 _EXAMPLES = """\
 examples:

@@ -28,13 +28,11 @@ from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import progress_bar, status
 from sinkprune.contract.errors import OutputError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
-from sinkprune.runtime.commands.options import (
-    Options,
+from sinkprune.runtime.commands.options import Options, bundle_parser, load_pipeline
+from sinkprune.runtime.commands.reports import (
     add_report_options,
-    bundle_parser,
     check_report_options,
     interrupted_warnings,
-    load_pipeline,
     write_measured,
 )
 from sinkprune.runtime.commands.run import note_many_pictures

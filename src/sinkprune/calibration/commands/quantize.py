@@ -24,7 +24,8 @@ from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import BLOCK_SIZES
 from sinkprune.export import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
-from sinkprune.runtime.commands.options import Options, add_report_options, explain_interrupt, write_report
+from sinkprune.runtime.commands.options import Options, explain_interrupt
+from sinkprune.runtime.commands.reports import add_report_options, write_report
 from sinkprune.runtime.families import add_fit_option, load_family
 from sinkprune.runtime.profiling.plot import import_matplotlib
 

@@ -42,7 +42,8 @@ from sinkprune.deadlines.costs import Costs, write_costs
 from sinkprune.deadlines.options import doubtful_costs, kept_line
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.export import report_missing_package
-from sinkprune.runtime.commands.options import NO_COSTS, Options, add_new_tokens, beside_earlier, check_memory
+from sinkprune.runtime.commands.options import NO_COSTS, Options, beside_earlier, check_memory
+from sinkprune.runtime.commands.reports import add_new_tokens
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.picture_warnings import unseen_warnings

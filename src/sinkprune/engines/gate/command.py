@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.gate.report import first_refusal, print_report
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
-    from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+    from sinkprune.runtime.backends.compatibility import open_engines
+    from sinkprune.runtime.backends.known import backend_of
     from sinkprune.runtime.commands.options import explain_interrupt
     from sinkprune.runtime.commands.run import note_pictures
     from sinkprune.runtime.families import load_family

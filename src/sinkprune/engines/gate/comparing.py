@@ -47,7 +47,8 @@ from sinkprune.engines.gate.report import (
 )
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
+from sinkprune.runtime.backends.compatibility import BuiltEngines, own_engines
+from sinkprune.runtime.backends.known import backend_of
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.device.cuda import open_device

@@ -6,17 +6,19 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sinkprune.contract.checks import WholeNumber, format_value
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
-from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system import processor_name
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""

@@ -13,12 +13,11 @@ from sinkprune.contract.bundle import (
     Bundle,
     Engines,
     Limits,
-    Target,
     read_engines,
 )
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.runtime.backends.known import DEFAULT, KNOWN
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system import architecture, instructions
 
@@ -175,14 +174,3 @@ def _checked(engines: Engines, bundle: Bundle) -> BuiltEngines:
     built = BuiltEngines(engines, bundle)
     built.check_bundle()
     return built
-
-
-def usual_backend(bundle: Bundle, built: BuiltEngines | None = None) -> str:
-    """Return the default backend of `bundle`: of the engines `built` or its own, or the one that runs anywhere."""
-    engines = built.engines if built is not None else bundle.engines
-    return DEFAULT if engines is None else backend_of(engines.manifest.target)
-
-
-def backend_of(target: Target) -> str:
-    """Return the default backend of engines built for `target`."""
-    return next(name for name, spec in KNOWN.items() if spec.target == target)

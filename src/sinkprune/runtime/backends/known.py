@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from sinkprune.contract.bundle import Target
+from sinkprune.contract.bundle import Engines, Target
 from sinkprune.contract.memory import OPENVINO, ORT_CPU, BackendMemory
 from sinkprune.contract.registry import Registry
 
@@ -84,6 +84,16 @@ KNOWN = Registry[BackendSpec]("sinkprune.backends")
 """Every backend that an installed package registers, by name."""
 DEFAULT = "ort-cpu"
 """The backend of bundles, and of engines for the target that it shares with others."""
+
+
+def usual_backend(engines: Engines | None) -> str:
+    """Return the default backend of a bundle: that of its `engines`, or the one that runs anywhere."""
+    return DEFAULT if engines is None else backend_of(engines.manifest.target)
+
+
+def backend_of(target: Target) -> str:
+    """Return the default backend of engines built for `target`."""
+    return next(name for name, spec in KNOWN.items() if spec.target == target)
 
 
 def on_cpu() -> list[str]:

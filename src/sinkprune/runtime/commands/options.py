@@ -7,35 +7,29 @@ import signal
 import sys
 import threading
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import escaped, format_value, to_json
+from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.options import (
     CommandParser,
     json_outputs,
-    write_each,
-    write_output,
-    write_result,
 )
-from sinkprune.contract.command_line.progress import progress_bar, status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BackendError, UsageError
-from sinkprune.contract.files.output_files import OutputFile, check_outputs
+from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, available_bytes, memory_line, running_need
 from sinkprune.contract.schedule import VisualLayout, schedule
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
-from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
-from sinkprune.runtime.device.cuda import open_device
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute, usual_backend
 from sinkprune.runtime.families import Fit, add_fit_option, load_family
-from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.loading import check_kind, engines_of
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts
@@ -44,7 +38,6 @@ from sinkprune.runtime.stream import Stream
 if TYPE_CHECKING:
     from sinkprune.runtime.media.video_file import VideoFile
 
-R = TypeVar("R")
 
 _LONG_VIDEO = 300
 _COSTS = (
@@ -78,6 +71,11 @@ class Options(argparse.Namespace):
     def trust(self) -> Trust:
         """The sum and key that the bundle must match; raises `UsageError` for a malformed sum."""
         return Trust(self.sha256, self.signed_by)
+
+    @property
+    def engines_trust(self) -> Trust:
+        """The sum and key that engines must match; raises `UsageError` for a malformed sum."""
+        return Trust(self.engines_sha256, self.signed_by)
 
     @property
     def key_files(self) -> list[Path]:
@@ -150,16 +148,10 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
-def opened_engines(options: Options, bundle: Bundle) -> BuiltEngines | None:
-    """Return the engines of `--engines`, or those that `bundle` lies in; raises what `open_engines` raises."""
-    if options.engines is None:
-        return own_engines(bundle)
-    return open_engines(options.engines, bundle, Trust(options.engines_sha256, options.signed_by))
-
-
 def chosen_backend(options: Options, bundle: Bundle) -> str:
-    """Return the name of the backend that will run; raises what `opened_engines` raises."""
-    return options.backend or usual_backend(bundle, opened_engines(options, bundle))
+    """Return the name of the backend that will run; raises what `engines_of` raises."""
+    built = engines_of(bundle, options.engines, options.engines_trust)
+    return options.backend or usual_backend(built.engines if built else None)
 
 
 def engine_parser(name: str, description: str, examples: str) -> CommandParser:
@@ -245,70 +237,13 @@ def add_system(parser: CommandParser) -> None:
     )
 
 
-def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
-    """Add `--new-tokens`, the length of every measured answer."""
-    parser.add_argument(
-        "--new-tokens",
-        # The name that run, evaluate and build have for it.
-        "--max-new-tokens",
-        dest="new_tokens",
-        type=MAX_NEW_TOKENS.named("--new-tokens"),
-        default=default,
-        metavar="N",
-        help=f"tokens of every answer (default: {default}{note})",
-    )
-
-
 def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
     """Add `--costs`; `note` is for the help."""
     parser.add_argument("--costs", type=Path, metavar="FILE.json", help=note)
 
 
-def add_report_options(parser: CommandParser, drawn: str) -> None:
-    """Add `--json` and `--plot`; `check_report_options` and `write_report` read them."""
-    parser.add_json("the report")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
-
-
-def check_report_options(options: Options, read: Iterable[Path], *others: OutputFile) -> None:
-    """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
-
-    Raises `OutputError`, and `UsageError` without matplotlib.
-    """
-    check_outputs([*options.outputs, *others], [*read, *options.key_files], options.folders)
-    if options.plot:
-        from sinkprune.runtime.profiling.plot import import_matplotlib
-
-        import_matplotlib()
-
-
-def write_report(
-    options: Options,
-    report: R,
-    plot: Callable[[R, str], bytes],
-    in_words: Callable[[], object],
-    more: Mapping[str, object] = MappingProxyType({}),
-) -> None:
-    """Write a report as the requested plot and as `write_result` does; the JSON also has the keys of `more`."""
-
-    def draw() -> None:
-        if options.plot:
-            write_output(options.plot, plot(report, options.plot.suffix))
-
-    write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
-
-
-def name_list(words: str) -> list[str]:
-    """Return the names in a comma-separated option; raises `ArgumentTypeError` if there is none."""
-    names = [name.strip() for name in words.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
-    return names
-
-
 Given = TypeVar("Given")
 NO_COSTS = "no costs were kept: they need all rounds of the measurement."
-NO_QUESTION = "no whole question was measured, so nothing was kept."
 
 
 @contextmanager
@@ -340,52 +275,6 @@ def explain_interrupt(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
-
-
-def until_interrupt(
-    measure: Callable[[Callable[..., None]], object], total: int, unit: str
-) -> KeyboardInterrupt | None:
-    """Call `measure` with a bar of progress; returns Ctrl-C where that ended it.
-
-    `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
-    one). There are `total` steps, each a `unit`.
-    """
-    try:
-        with progress_bar("measuring", total, unit) as count:
-            measure(lambda name, steps=1: count(f"measuring {name}", steps))
-    except KeyboardInterrupt as interrupt:
-        return interrupt
-    return None
-
-
-def write_measured(
-    options: Options,
-    report: R,
-    plot: Callable[[R, str], bytes],
-    in_words: Callable[[], object],
-    notes: Sequence[str],
-    interrupted: str,
-    *,
-    first: Callable[[Options], object] = lambda options: None,
-    last: Callable[[], object] = lambda: None,
-    outputs: Sequence[str] = ("json", "plot"),
-) -> None:
-    """Write a report as `write_report` does, with the keys `interrupted` and `notes`.
-
-    `interrupted` is what the report counts after Ctrl-C, else "". After Ctrl-C the files of the options `outputs`
-    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called before the report,
-    with the options after their files were renamed, and `last` after it.
-    """
-    moved, earlier = beside_earlier(options, *outputs) if interrupted else (options, "")
-    more = {"interrupted": interrupted or None, "notes": notes}
-    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more), last)
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
-
-
-def interrupted_warnings(counts: str) -> tuple[str, ...]:
-    """Return the warning of a report on a part of a measurement, and none where `counts`, what it counts, is ""."""
-    return (f"Interrupted: {counts}",) if counts else ()
 
 
 def beside_earlier(options: Given, *names: str) -> tuple[Given, str]:
@@ -435,7 +324,7 @@ def check_memory(
 ) -> MemoryCheck:
     """Check that the memory for a request at the largest of `budgets` is free, and print the need if it is large.
 
-    `layouts` are those of its pictures. Raises `TooLittleMemoryError`, and what `opened_engines` raises.
+    `layouts` are those of its pictures. Raises `TooLittleMemoryError`, and what `engines_of` raises.
     """
     manifest, backend = bundle.manifest, chosen_backend(options, bundle)
     letters = len(prompt) if isinstance(prompt, str) else sum(map(len, prompt))
@@ -468,6 +357,8 @@ def free_bytes(backend: str) -> int:
             from sinkprune.runtime.backends.openvino.devices import Gpu, import_openvino
 
             return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
+        from sinkprune.runtime.device.cuda import open_device
+
         return open_device().memory()[0]
     except BackendError:
         return 0

@@ -27,19 +27,13 @@ from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
 from sinkprune.runtime.commands.options import (
     Options,
     add_extensions,
-    add_new_tokens,
-    add_report_options,
     check_memory,
-    check_report_options,
     chosen_backend,
     load_pipeline,
-    name_list,
     new_parser,
     open_bundle,
     picture_sources,
     prompt_pieces,
-    until_interrupt,
-    write_measured,
 )
 from sinkprune.runtime.commands.profile_options import (
     add_power_options,
@@ -53,6 +47,14 @@ from sinkprune.runtime.commands.profile_options import (
     read_frames,
     wanted_camera,
     wanted_sensor,
+)
+from sinkprune.runtime.commands.reports import (
+    add_new_tokens,
+    add_report_options,
+    check_report_options,
+    name_list,
+    until_interrupt,
+    write_measured,
 )
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family

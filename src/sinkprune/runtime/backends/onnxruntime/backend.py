@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
-from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, joined
 from sinkprune.runtime.backends.models import Model
@@ -33,6 +32,9 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     words,
 )
 from sinkprune.runtime.system import trim_heap, usable_cores
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 _TOO_NEW = (
     "Unsupported model IR version",

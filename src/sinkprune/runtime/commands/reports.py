@@ -1,0 +1,121 @@
+"""Options and reports of commands that measure: JSON, plots, progress, and what Ctrl-C keeps."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from sinkprune.contract.checks import format_value, to_json
+from sinkprune.contract.command_line.options import CommandParser, write_each, write_output, write_result
+from sinkprune.contract.command_line.progress import progress_bar
+from sinkprune.contract.files.output_files import OutputFile, check_outputs
+from sinkprune.runtime.commands.options import Options, beside_earlier
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
+
+R = TypeVar("R")
+NO_QUESTION = "no whole question was measured, so nothing was kept."
+
+
+def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
+    """Add `--new-tokens`, the length of every measured answer."""
+    parser.add_argument(
+        "--new-tokens",
+        # The name that run, evaluate and build have for it.
+        "--max-new-tokens",
+        dest="new_tokens",
+        type=MAX_NEW_TOKENS.named("--new-tokens"),
+        default=default,
+        metavar="N",
+        help=f"tokens of every answer (default: {default}{note})",
+    )
+
+
+def add_report_options(parser: CommandParser, drawn: str) -> None:
+    """Add `--json` and `--plot`; `check_report_options` and `write_report` read them."""
+    parser.add_json("the report")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
+
+
+def check_report_options(options: Options, read: Iterable[Path], *others: OutputFile) -> None:
+    """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
+
+    Raises `OutputError`, and `UsageError` without matplotlib.
+    """
+    check_outputs([*options.outputs, *others], [*read, *options.key_files], options.folders)
+    if options.plot:
+        from sinkprune.runtime.profiling.plot import import_matplotlib
+
+        import_matplotlib()
+
+
+def write_report(
+    options: Options,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Write a report as the requested plot and as `write_result` does; the JSON also has the keys of `more`."""
+
+    def draw() -> None:
+        if options.plot:
+            write_output(options.plot, plot(report, options.plot.suffix))
+
+    write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
+
+
+def name_list(words: str) -> list[str]:
+    """Return the names in a comma-separated option; raises `ArgumentTypeError` if there is none."""
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
+    return names
+
+
+def until_interrupt(
+    measure: Callable[[Callable[..., None]], object], total: int, unit: str
+) -> KeyboardInterrupt | None:
+    """Call `measure` with a bar of progress; returns Ctrl-C where that ended it.
+
+    `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
+    one). There are `total` steps, each a `unit`.
+    """
+    try:
+        with progress_bar("measuring", total, unit) as count:
+            measure(lambda name, steps=1: count(f"measuring {name}", steps))
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    return None
+
+
+def write_measured(
+    options: Options,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
+    notes: Sequence[str],
+    interrupted: str,
+    *,
+    first: Callable[[Options], object] = lambda options: None,
+    last: Callable[[], object] = lambda: None,
+    outputs: Sequence[str] = ("json", "plot"),
+) -> None:
+    """Write a report as `write_report` does, with the keys `interrupted` and `notes`.
+
+    `interrupted` is what the report counts after Ctrl-C, else "". After Ctrl-C the files of the options `outputs`
+    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called before the report,
+    with the options after their files were renamed, and `last` after it.
+    """
+    moved, earlier = beside_earlier(options, *outputs) if interrupted else (options, "")
+    more = {"interrupted": interrupted or None, "notes": notes}
+    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more), last)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
+
+
+def interrupted_warnings(counts: str) -> tuple[str, ...]:
+    """Return the warning of a report on a part of a measurement, and none where `counts`, what it counts, is ""."""
+    return (f"Interrupted: {counts}",) if counts else ()
