@@ -43,8 +43,8 @@ from sinkprune.policies.report import (
     PolicyReport,
 )
 from sinkprune.runtime.commands.options import Options, check_memory
-from sinkprune.runtime.commands.reports import name_list, write_measured
 from sinkprune.runtime.commands.profile import ProfileExtension, measured_rounds
+from sinkprune.runtime.commands.reports import name_list, write_measured
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import stacked_bars

@@ -21,7 +21,7 @@ from sinkprune.runtime.steps.decoding import Prefill, StoredRows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.writing import Draft, Written, write
 
 

@@ -12,8 +12,7 @@ from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
-from sinkprune.runtime.text.answer_text import AnswerText
-from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 
 if TYPE_CHECKING:
     from sinkprune.runtime.hooks import Hooks

@@ -32,7 +32,7 @@ from sinkprune.runtime.steps.request import (
     stop_strings,
 )
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema, given_choices
-from sinkprune.runtime.text.sampling import PENALTIES, SEED, TEMPERATURE, TOP_P
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P
 
 RETRY_S = 1
 """When a client that was rejected with 429 should try again."""

@@ -21,8 +21,8 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.request import Request, choice_note, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TOP_P
 from sinkprune.runtime.text.prompt import Text, Turn
-from sinkprune.runtime.text.sampling import PENALTIES, SEED, TOP_P
 from sinkprune.serving.body_fields import (
     LEAST_TOKENS,
     MOST_TOKENS,

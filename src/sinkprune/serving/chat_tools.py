@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sinkprune.contract.checks import format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.text.answer_text import StopStrings
+from sinkprune.runtime.text.answer_tokens import StopStrings
 from sinkprune.runtime.text.prompt import ARGUMENTS_BEFORE, BEGIN, CALL_AFTER, NAME_BEFORE, Turn
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.body_fields import ApiError, format_field, format_json, read_flag, wrong

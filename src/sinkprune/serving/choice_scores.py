@@ -14,8 +14,8 @@ from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import KVCache, logits_of_rows
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.answer_tokens import Sampler, check_finite
 from sinkprune.runtime.text.prompt import PromptEncoder
-from sinkprune.runtime.text.sampling import Sampler, check_finite
 from sinkprune.runtime.writing import Draft, Written, ms_since
 
 _Ids = tuple[int, ...]

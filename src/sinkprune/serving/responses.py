@@ -18,7 +18,7 @@ from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.picture_warnings import notes_on, unseen_notes
 from sinkprune.runtime.overlay import token_map
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.text.answer_text import TokenBytes
+from sinkprune.runtime.text.answer_tokens import TokenBytes
 from sinkprune.serving.chat_tools import ToolAnswerReader, message_fields, part_delta
 
 

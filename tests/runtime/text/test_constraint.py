@@ -17,9 +17,8 @@ from sinkprune import UsageError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime import hooks
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema
-from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
-from sinkprune.runtime.text.sampling import Sampler
 from sinkprune.serving.forms import Grammars
 from support.models.checkpoints import IMAGE_TOKEN, tokenizer
 from support.references.answer_encoders import STOP, answer_encoder

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.runtime.text.answer_text import AnswerText, TokenBytes
+from sinkprune.runtime.text.answer_tokens import AnswerText, TokenBytes
 from support.references.prompt_encoders import TOKENIZERS
 
 TEXTS = st.text(st.sampled_from("aé日🙂 \n.!?\u00a0ß\ufffd"), max_size=12)

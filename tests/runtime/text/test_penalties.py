@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune import Clip, Pipeline
-from sinkprune.runtime.text.sampling import Penalties, Sampler
+from sinkprune.runtime.text.answer_tokens import Penalties, Sampler
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.errors import NumericsError
-from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.answer_tokens import Sampler
 
 LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)
 

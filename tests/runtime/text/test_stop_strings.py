@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.text.answer_text import StopStrings
+from sinkprune.runtime.text.answer_tokens import StopStrings
 
 Pipelines = Callable[..., Pipeline]
 QUESTION = "What is on the table?"

@@ -15,9 +15,8 @@ from tokenizers import AddedToken
 
 from sinkprune import UsageError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, call_text
-from sinkprune.runtime.text.sampling import Sampler
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.chat_tools import AnswerPart, ToolAnswerReader
 from sinkprune.serving.forms import Grammars

@@ -9,7 +9,7 @@ import pytest
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.answer_tokens import AnswerText
 from sinkprune.runtime.text.prompt import ChatTemplate, PromptEncoder
 from support.programs.repository import ROOT
 

@@ -6,15 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sinkprune.contract.bundle import (
-    CHECKED,
-    LIMIT_OPTIONS,
-    MOST_TOKENS,
-    Bundle,
-    Engines,
-    Limits,
-    read_engines,
-)
+from sinkprune.contract.bundle import CHECKED, LIMIT_OPTIONS, MOST_TOKENS, Bundle, Engines, Limits, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN

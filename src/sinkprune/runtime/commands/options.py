@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import escaped
-from sinkprune.contract.command_line.options import (
-    CommandParser,
-    json_outputs,
-)
+from sinkprune.contract.command_line.options import CommandParser, json_outputs
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import OutputFile

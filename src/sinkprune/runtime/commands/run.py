@@ -61,7 +61,7 @@ from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system import usable_cores
-from sinkprune.runtime.text.sampling import (
+from sinkprune.runtime.text.answer_tokens import (
     FREQUENCY_PENALTY,
     PENALTIES,
     PRESENCE_PENALTY,

@@ -15,8 +15,14 @@ from PIL import Image
 
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import LeRobotResize, LeRobotSettings, Manifest, PaddedSettings, PolicyFacts, SiglipTower
-from sinkprune.contract.precision import Array
+from sinkprune.contract.manifest import (
+    LeRobotResize,
+    LeRobotSettings,
+    Manifest,
+    PaddedSettings,
+    PolicyFacts,
+    SiglipTower,
+)
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
 from sinkprune.runtime.families import Fit

@@ -17,8 +17,8 @@ from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder, text_parts
-from sinkprune.runtime.text.sampling import Sampler
 
 _LOADING_PLANS = "loading the budgets' graphs"
 

@@ -28,8 +28,8 @@ from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
 from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, text_parts
-from sinkprune.runtime.text.sampling import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import Tools

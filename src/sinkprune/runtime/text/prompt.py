@@ -26,7 +26,7 @@ from sinkprune.contract.checks import creation_checks_options, format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, decoded_text
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens
-from sinkprune.runtime.text.answer_text import tokenizer_errors
+from sinkprune.runtime.text.answer_tokens import tokenizer_errors
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import ToolCall, Tools
