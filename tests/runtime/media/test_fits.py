@@ -92,19 +92,6 @@ def test_the_seen_share_is_exact(size: tuple[int, int], manifest: Manifest) -> N
     assert share(load_family(manifest, "stretch"), size) == 1
 
 
-def test_the_seen_share_is_the_part_whose_pixels_matter(manifest: Manifest) -> None:
-    family, (width, height) = load_family(manifest), (640, 336)
-    black = family.inputs(Image.new("RGB", (width, height)))["pixel_values"]
-    seen = []
-    for column in range(width):
-        image = Image.new("RGB", (width, height))
-        image.paste((255, 255, 255), (column, 0, column + 1, height))
-        if not np.array_equal(family.inputs(image)["pixel_values"], black):
-            seen.append(column)
-    assert (seen[0], seen[-1]) == (152, 487)
-    assert share(family, (width, height)) == len(seen) / width
-
-
 def test_a_padded_answer_is_that_of_llavas_padded_picture(
     bundle: Bundles, pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:

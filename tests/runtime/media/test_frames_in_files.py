@@ -1,4 +1,4 @@
-"""The line about pictures whose file has several frames or pages: the model sees the first."""
+"""The lines about pictures that the model sees otherwise: the first of several frames, and 16 bits scaled to 8."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -70,6 +71,18 @@ def test_damage_after_the_first_frame_rejects_nothing(suffix: str, tmp_path: Pat
     assert {2, 3} <= counts <= {1, 2, 3}
 
 
+@pytest.fixture
+def notes(tmp_path: Path) -> dict[Path, str]:
+    """Files, and the line about each: one of three frames, and millimetres up to 4 metres of a depth camera."""
+    depths = np.linspace(0, 4000, 90 * 90).astype(np.uint16).reshape(90, 90)
+    Image.fromarray(depths).save(tmp_path / "depth.png")
+    scaled = (
+        "16 bits a channel were scaled to 8. The largest value is now 16 of 255. If that is too dark, scale the "
+        "picture to 8 bits yourself."
+    )
+    return {animated(tmp_path / "anim.gif"): MESSAGE, tmp_path / "depth.png": scaled}
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [
@@ -78,11 +91,12 @@ def test_damage_after_the_first_frame_rejects_nothing(suffix: str, tmp_path: Pat
     ],
 )
 def test_one_line_for_each_file(
-    command: str, options: tuple[object, ...], bundle: Callable[..., Path], tmp_path: Path
+    command: str, options: tuple[object, ...], bundle: Callable[..., Path], notes: dict[Path, str]
 ) -> None:
-    root, gif = bundle("gqa-112", "fp32", ("retain-64",), max_images=3), animated(tmp_path / "anim.gif")
-    outcome = run(command, root, *("--image", gif) * 2, "--prompt", "What is this?", *options)
-    assert (outcome.code, outcome.stderr) == (0, f"{gif}: {MESSAGE}\n")
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
+    for file, line in notes.items():
+        outcome = run(command, root, *("--image", file) * 2, "--prompt", "What is this?", *options)
+        assert (outcome.code, outcome.stderr) == (0, f"{file}: {line}\n")
 
 
 def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import struct
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.images import read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.images import largest_of_16_bits, read_image_bytes, to_rgb
+from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 
 GREY, COLOUR, PALETTE, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6
 """Kinds of PNG, by their number in the header."""
@@ -85,27 +85,19 @@ def test_the_transparent_grey_of_a_png_is_white(lazily: bool, bits: int, random:
         assert_equals(found, grey[..., None])
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_the_transparent_colour_of_a_png_is_white_and_no_other(
-    bits: int, random: np.random.Generator, tmp_path: Path
-) -> None:
-    values = random.integers(0, 1 << bits, (6, 7, 3))
+def test_the_transparent_colour_of_a_png_is_white_and_of_16_bits_refused(random: np.random.Generator) -> None:
+    values = random.integers(0, 256, (6, 7, 3))
     transparent = values[2, 3]
-    # One has its high bytes, one its low bytes in place of the high ones; both are opaque.
-    values[0, 0], values[1, 1], values[5, 6] = transparent ^ 1, (transparent & 255) << (bits - 8), transparent
-    path = tmp_path / "colour.png"
-    for rows in (values, np.zeros_like(values)):
-        path.write_bytes(png(rows, bits, COLOUR, tRNS=struct.pack(">HHH", *transparent)))
-        opaque = (rows != transparent).any(axis=2, keepdims=True)
-        assert_equals(read_image(path), np.where(opaque, rows >> (bits - 8), 255))
-    with Image.open(path) as opened:
-        if bits == 8:
-            assert_equals(to_rgb(opened), rows)
-        else:
-            with pytest.raises(
-                ImageError, match=r"transparent colour of 16 bits a channel, .* Give the name of its file"
-            ):
-                to_rgb(opened)
+    values[0, 0], values[5, 6] = transparent ^ 1, transparent
+    expected = np.where((values != transparent).any(axis=2, keepdims=True), values, 255)
+    data = png(values, 8, COLOUR, tRNS=struct.pack(">HHH", *transparent))
+    assert_equals(read_image_bytes(data), expected)
+    assert_equals(to_rgb(Image.open(io.BytesIO(data))), expected)
+    # Also where all its values fit in 8 bits
+    data = png(values, 16, COLOUR, tRNS=struct.pack(">HHH", *transparent))
+    for read in (read_image_bytes, lambda data: to_rgb(Image.open(io.BytesIO(data)))):
+        with pytest.raises(ImageError, match="transparent colour of 16 bits a channel"):
+            read(data)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -171,3 +163,34 @@ def test_pillow_images_with_alpha(mode: str, random: np.random.Generator) -> Non
     image = image.convert(mode) if mode in ("La", "RGBa") else image
     assert image.mode == mode
     assert_equals(to_rgb(image), over_white(np.asarray(colours.convert("RGB"), float), alpha), 2)
+
+
+def of_16_bits_in_colour(kind: str, most: int) -> bytes:
+    """Return a file of 16 bits a channel with values from 20 to `most`."""
+    values = np.linspace(20, most, 30 * 30 * 3).astype(np.uint16).reshape(30, 30, 3)
+    opaque = np.full((30, 30, 1), 65535, np.uint16)
+    match kind:
+        case "png":
+            return png(values, 16, COLOUR)
+        case "png with alpha":
+            return png(np.concatenate([values, opaque], axis=2), 16, COLOUR_ALPHA)
+        case "png in grey with alpha":
+            return png(np.concatenate([values[..., :1], opaque], axis=2), 16, GREY_ALPHA)
+        case "ppm":
+            return b"P6 30 30 65535\n" + values.astype(">u2").tobytes()
+        case _:
+            return tiff(values, 16, {"tiff": "<", "big-endian tiff": ">"}[kind], {262: 2})
+
+
+@pytest.mark.parametrize(
+    "kind", ["png", "png with alpha", "png in grey with alpha", "ppm", "tiff", "big-endian tiff"]
+)
+def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
+    """Not where it uses its range: such a picture is seen as it is."""
+    for most, noted in ((250, True), (4095, True), (65535, False)):
+        data = of_16_bits_in_colour(kind, most)
+        with Image.open(io.BytesIO(data)) as opened:
+            for image in (read_image_bytes(data), to_rgb(opened)):
+                assert (largest_of_16_bits(image) is not None) == noted
+                (text,) = notes_on([facts_of(image)]) or [""]
+                assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted

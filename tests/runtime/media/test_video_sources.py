@@ -84,7 +84,7 @@ def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
 
 def test_damaged_files_are_read_or_refused_but_never_crash(pictures: list[Image.Image], tmp_path: Path) -> None:
     random, refused = np.random.default_rng(0), 0
-    for suffix, codec in {"mp4": "libx264", "mkv": "mpeg4", "avi": "mpeg4", "ts": "mpeg4", "wmv": "wmv2"}.items():
+    for suffix, codec in {"mp4": "libx264", "mkv": "mpeg4", "avi": "mpeg4", "ts": "mpeg4"}.items():
         data = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec).read_bytes()
         for attempt in range(40):
             damaged = bytearray(data)

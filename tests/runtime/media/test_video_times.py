@@ -35,9 +35,6 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "mkv": ("libx264", B_FRAMES),
     "webm": ("libvpx-vp9", {}),
     "ts": ("libx264", B_FRAMES),
-    "flv": ("libx264", B_FRAMES),
-    "wmv": ("wmv2", {}),
-    "gif": ("gif", {}),
     "avi": ("mpeg4", {}),
 }
 # Ten frames in the first second, then at 10, 20 and 30 s: a camera that slows down in the dark
@@ -94,9 +91,7 @@ def test_times_of_a_variable_rate_are_the_time_stamps(
         assert np.array_equal(seen.frames[-1], video.read([seen.indices[-1]])[0])
 
 
-@pytest.mark.parametrize(
-    ("suffix", "fps"), [*((suffix, Fraction(30000, 1001)) for suffix in KINDS), ("mkv", 24), ("flv", 60), ("gif", 25)]
-)
+@pytest.mark.parametrize(("suffix", "fps"), [*((suffix, Fraction(30000, 1001)) for suffix in KINDS), ("mkv", 24)])
 def test_a_constant_rate_is_the_headers(suffix: str, fps: Any, photo: Image.Image, tmp_path: Path) -> None:
     """As transformers reads it with PyAV: the number of frames, and the stream's average rate."""
     path, _ = write(tmp_path, photo, suffix, fps, [1] * 89)
@@ -104,8 +99,7 @@ def test_a_constant_rate_is_the_headers(suffix: str, fps: Any, photo: Image.Imag
         rate = float(container.streams.video[0].average_rate)
     video = VideoFile(path)
     assert video.times is None
-    # A GIF has no rate: FFmpeg makes one of the first frames' lengths, which are hundredths of a second.
-    assert video.fps == (rate if suffix != "gif" else pytest.approx(float(fps), rel=3e-3))
+    assert video.fps == rate
     for sampling in (end_to_end_indices, evenly_spaced_indices):
         taken = sample_frames(video, LIMITS, 2, sampling)
         assert [*taken.indices] == sampling(90, video.fps, LIMITS, 2)
@@ -142,12 +136,12 @@ def test_joined_files_and_files_without_times_are_refused(photo: Image.Image, tm
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(VideoError, match=r"clip\.ts' is broken: its time stamps start again in the middle"):
         VideoFile(path)
-    path, _ = write(tmp_path, photo, "flv", 10, [1] * 19)
-    with av.open(str(path)) as source, av.open(str(tmp_path / "still.flv"), "w") as file:
+    path, _ = write(tmp_path, photo, "mkv", 10, [1] * 19)
+    with av.open(str(path)) as source, av.open(str(tmp_path / "still.mkv"), "w") as file:
         stream = file.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
             if packet.size:
                 packet.stream, packet.pts, packet.dts = stream, 0, 0
                 file.mux(packet)
-    with pytest.raises(VideoError, match=r"still\.flv' is broken: all of its 20 frames have the same time stamp"):
-        VideoFile(tmp_path / "still.flv")
+    with pytest.raises(VideoError, match=r"still\.mkv' is broken: all of its 20 frames have the same time stamp"):
+        VideoFile(tmp_path / "still.mkv")

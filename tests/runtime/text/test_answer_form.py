@@ -51,6 +51,7 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
             {"schema": {"uniqueItems": True, "x-guidance": {"lenient": True}}},
             'schema is not supported: Unimplemented keys: ["uniqueItems"].',
         ),
+        ({"schema": {"items": {"$ref": "#/$defs/b"}}}, "schema is not supported: Pointer '/$defs/b' does not exist"),
         ({"schema": {"pattern": "(?=a)"}}, "schema is not supported: look-around, including look-ahead"),
         (
             {"schema": {"const": [2**53 + 1]}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,31 +89,3 @@ def test_an_unknown_draft_is_refused(draft: object) -> None:
 )
 def test_annotations_names_and_values_are_taken(schema: dict[str, Any]) -> None:
     assert checked_schema({"type": "object", **schema} if "$schema" in schema else schema) is not None
-
-
-@pytest.mark.parametrize("place", ["", "prefixItems/0", "properties/a/items/anyOf/1"])
-@pytest.mark.parametrize(
-    ("schema", "cause"),
-    [
-        ({"not": {}}, 'Unimplemented keys: ["not"]'),
-        ({"format": "colour"}, "Unknown format: colour"),
-        ({"type": "strin"}, "Invalid type: strin"),
-        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
-        (
-            {"oneOf": [{"type": "string", "minLength": 3}, {"type": "string", "maxLength": 4}]},
-            "oneOf constraints are not supported",
-        ),
-    ],
-)
-def test_errors_of_llguidance_name_the_place(schema: dict[str, Any], cause: str, place: str) -> None:
-    said = reason(PLACES[place](schema))
-    assert said == (
-        f"schema is not supported{at(place)}: {cause}. Change the schema: docs/structured-output.md has the limits."
-    )
-
-
-def test_the_time_that_finds_a_place_is_limited() -> None:
-    values = [{"enum": [f"v{number}", number, None]} for number in range(1600)]
-    began = time.process_time()
-    assert "schema is not supported" in reason({"oneOf": values})
-    assert time.process_time() - began < 2

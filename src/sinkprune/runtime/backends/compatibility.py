@@ -48,30 +48,27 @@ class BuiltEngines:
         }
         for what, (built, found) in compared.items():
             if built != found:
-                raise EnginesError(
-                    f"{self._were} built from another {what} than '{bundle.path}': sha256 {built}, found {found}. "
-                    f"{self.rebuild}"
-                )
+                raise self._refusal(f"built from another {what} than '{bundle.path}': sha256 {built}, found {found}.")
         missing = [graph for graph in bundle.manifest.graphs if graph not in manifest.engines]
         if missing:
-            raise EnginesError(f"{self._were} built without the graph '{missing[0]}' of the bundle. {self.rebuild}")
+            raise self._refusal(f"built without the graph '{missing[0]}' of the bundle.")
 
     def check_backend(self, backend: str) -> None:
         """Reject engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, KNOWN[backend].target
         if built != expected:
             raise EnginesError(
-                f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "
-                f"with: sinkprune-build {self._source} -o ENGINES --target {expected}"
+                f"the engines in '{self.engines.path}' were built for target {built}, backend '{backend}' takes "
+                f"target {expected}. Build others with: sinkprune-build {self._source} -o ENGINES --target {expected}"
             )
 
     def check_library(self, library: str, version: str) -> None:
         """Reject engines built by another version of the library than `version`; raises `EnginesError`."""
         built = self.engines.manifest.library_version
         if built != version:
-            raise EnginesError(
-                f"{self._were} built by {library} {built}, {version} is installed here, and engines load only in the "
-                f"version that built them. {self.rebuild}"
+            raise self._refusal(
+                f"built by {library} {built}, {version} is installed here, and engines load only in the version that "
+                "built them."
             )
 
     def check_processor(self, provider: str) -> None:
@@ -84,9 +81,9 @@ class BuiltEngines:
         for what, found in here.items():
             built = flags.get(what)
             if built != found:
-                raise EnginesError(
-                    f"{self._were} optimised for {what} {built}, here it is {found}. The bundle itself runs on every "
-                    f"one, without engines. {self.rebuild}"
+                raise self._refusal(
+                    f"optimised for {what} {built}, here it is {found}. The bundle itself runs on every one, without "
+                    "engines."
                 )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
@@ -95,9 +92,10 @@ class BuiltEngines:
         if compute_capability not in built:
             # Engines for target tensorrt are built on the GPU they are for.
             sm = f" --sm {compute_capability}" if self.engines.manifest.target == "tensorrt-rtx" else ""
-            raise EnginesError(
-                f"{self._were} built for {', '.join(f'sm_{built_for}' for built_for in built)}, the GPU here is "
-                f"{name}, sm_{compute_capability}. {self.rebuild}{sm}"
+            raise self._refusal(
+                f"built for {', '.join(f'sm_{built_for}' for built_for in built)}, the GPU here is {name}, "
+                f"sm_{compute_capability}.",
+                sm,
             )
 
     def check_plugins(self, found: Mapping[str, str]) -> None:
@@ -107,14 +105,13 @@ class BuiltEngines:
         """
         for name, built in self.engines.manifest.plugins.items():
             if name not in found:
-                raise EnginesError(
-                    f"{self._were} built with the plugin '{name}', registered here: {', '.join(found) or 'none'}. "
-                    f"Install sinkprune as it was where they were built, or build them again. {self.rebuild}"
+                raise self._refusal(
+                    f"built with the plugin '{name}', registered here: {', '.join(found) or 'none'}. Install "
+                    "sinkprune as it was where they were built, or build them again."
                 )
             if found[name] != built:
-                raise EnginesError(
-                    f"{self._were} built with kernels of sha256 {built} in plugin '{name}', here they are "
-                    f"{found[name]}. {self.rebuild}"
+                raise self._refusal(
+                    f"built with kernels of sha256 {built} in plugin '{name}', here they are {found[name]}."
                 )
 
     @property
@@ -132,9 +129,9 @@ class BuiltEngines:
     def _source(self) -> str:
         return "BUNDLE" if self.bundle.engines else str(self.bundle.path)
 
-    @property
-    def _were(self) -> str:
-        return f"the engines in '{self.engines.path}' were"
+    def _refusal(self, how: str, more: str = "") -> EnginesError:
+        """Return the error for engines that were built as `how` says; `more` are options of the command."""
+        return EnginesError(f"the engines in '{self.engines.path}' were {how} {self.rebuild}{more}")
 
 
 def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = ANY) -> BuiltEngines:

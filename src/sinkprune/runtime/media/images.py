@@ -266,7 +266,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
             _check_samples(image)
         wide, decoding = _has_wide_channels(image), _png_decoding(image)
         turned = ImageOps.exif_transpose(image)
-        _read_transparent(turned, decoding, None)
+        _correct_transparent(turned, decoding)
         plain = turned.mode == "RGB" and not turned.has_transparency_data
         found = turned if plain else _opaque(_with_8_bits(turned, image))
         return _with_facts(found, frames, wide)
@@ -291,7 +291,7 @@ def _decoded(file: MeteredFile) -> Image.Image:
             image.decodermaxblock = _JPEG_BLOCK
         wide, decoding = _has_wide_channels(image), _png_decoding(image)
         image.load()
-        _read_transparent(image, decoding, file)
+        _correct_transparent(image, decoding)
         ImageOps.exif_transpose(image, in_place=True)
         # The file object of a WebP holds its pixels once more.
         image.fp = None
@@ -348,30 +348,19 @@ def _png_decoding(image: Image.Image) -> str:
     return str(cast(Any, image).tile[0][3]) if image.format == "PNG" and getattr(image, "tile", None) else ""
 
 
-def _read_transparent(image: Image.Image, decoding: str, file: MeteredFile | None) -> None:
+def _correct_transparent(image: Image.Image, decoding: str) -> None:
     """Correct the transparent colour of a PNG (tRNS), which Pillow compares with values of 8 bits as it is stored.
 
-    Of 16-bit colours it drops the low bytes, so that they are read from `file` once more. Raises `ImageError` without
-    one.
+    Raises `ImageError` for one of 16 bits a channel, of which Pillow drops the low bytes.
     """
     transparent = image.info.get("transparency")
     if isinstance(transparent, int) and decoding in _SPREAD:
         image.info["transparency"] = transparent * _SPREAD[decoding]
-    if not isinstance(transparent, tuple) or not (decoding == "RGB;16B" or max(transparent) > 255):
-        return
-    if file is None:
+    if isinstance(transparent, tuple) and (decoding == "RGB;16B" or max(transparent) > 255):
         raise ImageError(
-            f"the image has a transparent colour of 16 bits a channel, {transparent}, and Pillow keeps 8. Give the "
-            "name of its file."
+            f"the image has a transparent colour of 16 bits a channel, {transparent}, and Pillow keeps 8. Save it "
+            "with an alpha channel, or without transparency."
         )
-    with _open(file) as low:
-        # The other byte of each value
-        cast(Any, low).tile = [(*low.tile[0][:3], "RGB;16L")]
-        low.load()
-        for (top, strip), (_, low_strip) in zip(strips(image), strips(low), strict=True):
-            values = (np.array(strip, np.uint16) << 8) | np.array(low_strip)
-            image.paste((255, 255, 255), (0, top), Image.fromarray((values == transparent).all(axis=2)))
-    del image.info["transparency"]
 
 
 def _check_samples(image: Image.Image) -> None:

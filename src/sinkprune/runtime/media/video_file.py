@@ -7,7 +7,7 @@ import os
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import groupby, pairwise
@@ -78,9 +78,9 @@ class KeyframeIndex:
         raise LostFrameError
 
 
-CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
-"""The containers that are read, by FFmpeg's names: `mov` includes MP4, `matroska` WebM, and `asf` WMV. None of them
-refers to other files, as playlists do."""
+CONTAINERS = ("mov", "matroska", "avi", "mpegts")
+"""The containers that are read, by FFmpeg's names: `mov` includes MP4, and `matroska` WebM. None of them refers to
+other files, as playlists do."""
 MOST_FRAME_PIXELS = 1 << 24
 """The most pixels of a frame: 4096x4096. Decoders hold several frames at a time."""
 MOST_FRAMES = 1 << 18
@@ -98,7 +98,7 @@ _OPTIONS = {
     # A coded frame is a little larger than the picture in it.
     "max_pixels": str(MOST_FRAME_PIXELS * 9 // 8),
 }
-_GIVE = "Give a complete MP4, MOV, MKV, WebM, AVI, GIF, MPEG, FLV or WMV file."
+_GIVE = "Give a complete MP4, MOV, MKV, WebM, AVI or MPEG-TS file."
 _TURN = Image.Transpose
 # By a, b, c and d of a display matrix: it shows the pixel (x, y) at (a x + c y, b x + d y), with y downwards.
 _TURNS = {
@@ -117,12 +117,12 @@ class VideoFile:
     """The first video stream of a file that is no cover picture.
 
     Incomplete and damaged files are rejected where that can be detected. Opening reads every packet. It compares
-    their end with the length in the header (MP4, AVI, WMV, FLV), or follows the blocks to the end (MKV, WebM, GIF).
+    their end with the length in the header (MP4, AVI), or follows the blocks to the end (MKV, WebM).
     Reading decodes from the keyframe before each wanted frame in MP4, MOV, MKV and WebM, and all frames in others.
 
-    This cannot be detected: damage in frames that are not decoded; the end of an MPEG stream (TS, PS) and of a live
-    recording (MKV, MP4), whose header has no length; frames lost from the middle of an AVI or WMV file; and damage
-    within a frame that the codec decodes anyway, as VP8, VP9, HEVC and GIF often do.
+    This cannot be detected: damage in frames that are not decoded; the end of an MPEG stream (TS) and of a live
+    recording (MKV, MP4), whose header has no length; frames lost from the middle of an AVI file; and damage within a
+    frame that the codec decodes anyway, as VP8, VP9 and HEVC often do.
 
     Frames are turned and mirrored by the file's display matrix. A frame's time is its own time stamp, never its
     number over a rate in the header.
@@ -149,7 +149,7 @@ class VideoFile:
             times: list[int | None] = []
             decoding_times: list[int | None] = []
             keys: set[int | None] = set()
-            end = end_of_all = 0.0
+            end = 0.0
             for number, packet in enumerate(container.demux()):
                 if number == MOST_PACKETS or len(times) > MOST_FRAMES:
                     raise VideoError(
@@ -158,10 +158,8 @@ class VideoFile:
                     )
                 if packet.is_corrupt and packet.stream is stream:
                     raise self._broken(f"frame {len(times)} is damaged")
-                if packet.pts is not None:
-                    until = float((packet.pts + (packet.duration or 0)) * packet.time_base)
-                    end_of_all = max(end_of_all, until)
-                    end = max(end, until) if packet.stream is stream else end
+                if packet.pts is not None and packet.stream is stream:
+                    end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
                 if packet.stream is stream and packet.size > 0:
                     if not packet.is_discard:
                         times.append(packet.pts)
@@ -169,7 +167,7 @@ class VideoFile:
                     if packet.is_keyframe:
                         keys.add(packet.pts)
             self.count, self._index = len(times), KeyframeIndex(container.format.name, times, keys)
-            self._check_end(container, stream, file, end, end_of_all)
+            self._check_end(container, stream, file, end)
             if not self.count:
                 raise VideoError(f"video '{path}' has no frames. Give one with a picture in it.")
             self.fps, self.times = self._frame_times(container.format.name, stream, times, decoding_times)
@@ -210,29 +208,18 @@ class VideoFile:
         if count != self.count:
             raise self._broken(f"{self.count} frames are in the file and {count} could be decoded")
 
-    def _check_end(self, container: Any, stream: Any, file: BinaryIO, end: float, end_of_all: float) -> None:
+    def _check_end(self, container: Any, stream: Any, file: BinaryIO, end: float) -> None:
         """Compare the end of the packets, in seconds, with the length in the header."""
         kind, expected, rate = container.format.name, 0.0, stream.average_rate or stream.guessed_rate
-        if kind in _WHOLE:
+        if kind.startswith("matroska"):
             with os.fdopen(os.dup(file.fileno()), "rb") as buffered:
-                if not _WHOLE[kind](buffered):
+                if not _matroska_is_whole(buffered):
                     raise self._broken("it ends too early, or blocks are missing in it")
-        if kind == "gif" and stream.frames > self.count:
-            # FFmpeg reads a GIF without graphic control extensions, which hold the times, as one frame.
-            raise VideoError(
-                f"video '{self._path}' has {stream.frames} frames, and {self.count} can be read, because its frames "
-                "have no times. Write it with a duration for each frame."
-            )
         if kind.startswith("mov,") and stream.duration:
             expected = float(stream.duration * stream.time_base)
         elif kind == "avi" and rate:
             # Repeated frames are counted and have no packet.
             expected = float(stream.frames / rate)
-        elif kind in ("flv", "asf"):
-            # The duration of the longest stream. It is missing from an ASF (WMV) file whose size is not the header's.
-            if container.duration is None:
-                raise self._broken("its size is not what its header says")
-            end, expected = end_of_all, container.duration / 1e6
         if rate and expected - end > 2.5 / rate:
             raise self._broken(f"its header says {expected:.2f} seconds and it ends after {end:.2f}")
 
@@ -260,13 +247,11 @@ class VideoFile:
                 raise self._broken(f"all of its {self.count} frames have the same time stamp")
             mean = Fraction(self.count - 1, int(ticks[-1])) / stream.time_base
             rates += [mean.limit_denominator(1001), mean]
-        # Containers round times: most to ms, some of them twice, and GIF to hundredths of a second.
-        near = min(max(0.002, stream.time_base), 0.01) / stream.time_base
+        # Containers round times to ms, some of them twice.
+        near = 0.002 / stream.time_base
         for rate in rates:
             interval = float(1 / (rate * stream.time_base))
-            # FFmpeg estimates times between the packs of an MPEG file, and may be off by two frames.
-            within = 2.5 * interval if kind == "mpeg" else near
-            if (np.abs(ticks - np.arange(self.count) * interval) <= within).all():
+            if (np.abs(ticks - np.arange(self.count) * interval) <= near).all():
                 return float(rate), None
         return float(rates[-1]), tuple((ticks * float(stream.time_base)).tolist())
 
@@ -374,47 +359,16 @@ def _upright(frame: Any) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-# Whether files are whole, by the sizes of their blocks. No maintained library detects all missing ends: PyAV detects
-# none, Pillow none between a GIF's blocks, and MediaInfo none in a GIF, but one in every live recording.
-
 # Elements of Matroska that contain elements
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 # A size with all bits set is unknown, as in live recordings.
 _UNKNOWN = {2 ** (7 * width) - 1 for width in range(1, 9)}
 
 
-def _gif_is_whole(file: BinaryIO) -> bool:
-    """Return whether extensions and images (GIF89a, appendix B) of an open file lead up to the trailer."""
-    file.seek(10)
-    _skip(file, 2 + _colour_table_bytes(file.read(1)))
-    while kind := file.read(1):
-        if kind == b"\x3b":
-            return True
-        if kind == b"\x21":
-            _skip(file, 1)
-        elif kind == b"\x2c":
-            _skip(file, 8)
-            _skip(file, 1 + _colour_table_bytes(file.read(1)))
-        else:
-            return False
-        while size := int.from_bytes(file.read(1), "big"):
-            _skip(file, size)
-    return False
-
-
-def _colour_table_bytes(flags: bytes) -> int:
-    """Return the size of the colour table that `flags` announce."""
-    return 3 * 2 ** ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
-
-
-def _skip(file: BinaryIO, length: int) -> None:
-    file.seek(length, os.SEEK_CUR)
-
-
 def _matroska_is_whole(file: BinaryIO) -> bool:
     """Return whether elements (RFC 8794) of an open file lead up to the end of the segment.
 
-    A segment of unknown size ends with the file.
+    A segment of unknown size ends with the file. PyAV detects no missing end.
     """
     length = file.seek(0, os.SEEK_END)
     end, place = length, 0
@@ -443,6 +397,3 @@ def _number(file: BinaryIO, *, keep_length: bool = False) -> int | None:
         return None
     head = first[0] if keep_length else first[0] & (0x7F >> (width - 1))
     return int.from_bytes(bytes([head]) + rest, "big")
-
-
-_WHOLE: dict[str, Callable[[BinaryIO], bool]] = {"gif": _gif_is_whole, "matroska,webm": _matroska_is_whole}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import lcm
@@ -36,11 +35,6 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_gramma
 # Larger whole numbers are no exact floats. llguidance computes with floats, and rounds those of more digits.
 _LARGEST = 1 << 53
 
-# The processor time in which the place of a problem is looked for, by compiling parts of the schema.
-_PLACE_S = 0.1
-_SHARED = {"$schema", "$id", "$defs", "definitions"}
-"""Keywords of a whole schema that its parts depend on."""
-
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
 """Keywords whose value is schemas by name."""
@@ -59,7 +53,7 @@ Place = tuple[str, ...]
 
 _PATTERNS = ("pattern", "format")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
-_PLAIN = _SHARED | {"type", "title", "description", "default", "examples", "$comment"}
+_PLAIN = {"$schema", "$id", "$defs", "definitions", "type", "title", "description", "default", "examples", "$comment"}
 """Keywords that change no pattern next to a combining keyword."""
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -91,8 +85,7 @@ def checked_schema(given: object) -> dict[str, Any] | None:
     _check_content(copy)
     if problem := _problem(schema_grammar(copy)):
         raise UsageError(
-            f"schema is not supported{at(_place(copy, problem))}: {problem}. Change the schema: "
-            "docs/structured-output.md has the limits."
+            f"schema is not supported: {problem}. Change the schema: docs/structured-output.md has the limits."
         )
     return copy
 
@@ -116,11 +109,12 @@ def _check_keywords(schema: dict[str, Any]) -> None:
             )
 
 
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield the schemas directly within a schema, and their places, definitions first.
+def schema_parts(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Yield a schema and all schemas in it, with their places, definitions first.
 
     Values such as constants are no schemas, and names of properties no keywords.
     """
+    yield place, schema
     for keyword in (*_MAPS, *_OTHERS):
         # Schemas of the largest size have thousands of parts with few keywords.
         if keyword not in schema:
@@ -131,14 +125,9 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any
             inner = (((keyword, str(number)), one) for number, one in enumerate(value))
         elif keyword in _MAPS and isinstance(value, dict):
             inner = (((keyword, name), one) for name, one in value.items())
-        yield from ((place, one) for place, one in inner if isinstance(one, dict))
-
-
-def schema_parts(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield a schema and all schemas in it, with their places."""
-    yield place, schema
-    for inner, part in subschemas(schema):
-        yield from schema_parts((*place, *inner), part)
+        for names, one in inner:
+            if isinstance(one, dict):
+                yield from schema_parts((*place, *names), one)
 
 
 def at(place: Place) -> str:
@@ -338,28 +327,6 @@ def _problem(grammar: str) -> str:
     """Return why llguidance rejects a grammar, or an empty text."""
     library = load_llguidance()
     return reason(library.LLMatcher.validate_grammar(grammar, limits=library.LLParserLimits(**LIMITS)))
-
-
-def _place(schema: dict[str, Any], problem: str) -> Place:
-    """Return the place of the innermost schema that has a problem by itself, as far as it is found soon."""
-    shared: dict[str, Any] = {name: schema[name] for name in _SHARED if name in schema}
-    until = time.thread_time() + _PLACE_S
-
-    def has_problem(parts: Sequence[tuple[Place, Any]]) -> bool:
-        if time.thread_time() > until:
-            return False
-        # llguidance compiles many alternatives fast, but not many properties.
-        return _problem(schema_grammar({**shared, "anyOf": [part for _, part in parts]})) == problem
-
-    place, inner = Place(), [*subschemas(schema)]
-    while True:
-        while len(inner) > 1:
-            half = len(inner) // 2
-            inner = inner[:half] if has_problem(inner[:half]) else inner[half:]
-        if not inner or not has_problem(inner):
-            return place
-        name, part = inner[0]
-        place, inner = (*place, *name), [*subschemas(part)]
 
 
 def _utf8_bytes(name: str, text: str) -> int:
