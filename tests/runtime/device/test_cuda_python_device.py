@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import cuda as cuda_python
-from sinkprune.runtime.device import cuda as device_module
+from sinkprune.runtime.device import cuda
 from sinkprune.runtime.device.cuda import CudaPythonDevice
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -83,7 +82,7 @@ class FakeDriver:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(cuda_python, "_import_driver", lambda: fake)
+    monkeypatch.setattr(cuda, "_import_driver", lambda: fake)
     return fake
 
 
@@ -108,7 +107,7 @@ def test_facts_of_the_device(fake: FakeDriver) -> None:
 def test_a_board_counts_what_the_system_can_reclaim(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.attributes["INTEGRATED"] = 1
     for available, free in ((7_000_000, 7_000_000), (1_000_000, 3_000_000)):
-        monkeypatch.setattr(device_module, "available_bytes", lambda available=available: available)
+        monkeypatch.setattr(cuda, "available_bytes", lambda available=available: available)
         assert CudaPythonDevice().memory() == (free, 8_000_000)
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import cuda as device_module
-from sinkprune.runtime.device import cuda as pycuda_device
+from sinkprune.runtime.device import cuda
 from sinkprune.runtime.device.cuda import PycudaDevice
 
 NAMES = (
@@ -48,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.mem_alloc.return_value = MagicMock(spec=["__int__", "free"], __int__=lambda _: 4096)
     fake.pagelocked_empty.side_effect = np.empty
     fake.Memcpy2D.return_value = Mock(spec=["set_src_device", "set_dst_device"])
-    monkeypatch.setattr(pycuda_device, "_import_pycuda", lambda: fake)
+    monkeypatch.setattr(cuda, "_import_pycuda", lambda: fake)
     return fake
 
 
@@ -93,7 +92,7 @@ def test_a_board_counts_what_the_system_can_reclaim(
     fake: Any, monkeypatch: pytest.MonkeyPatch, integrated: int, free: int
 ) -> None:
     fake.Device.return_value.get_attribute.side_effect = {"integrated": integrated}.__getitem__
-    monkeypatch.setattr(device_module, "available_bytes", lambda: 5_000_000)
+    monkeypatch.setattr(cuda, "available_bytes", lambda: 5_000_000)
     assert PycudaDevice().memory() == (free, 8_000_000)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
-import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -118,8 +116,6 @@ MOST_WEBP_PIXELS = MOST_PIXELS // 2
 """The most pixels of a WebP file: 8192x4096. Its decoder holds each of them four times, and Python's lock."""
 MOST_BYTES = 257 << 20
 """The most bytes of an image file: `MOST_PIXELS` of 32 bits, and 1 MiB more."""
-MOST_TILES = 1 << 16
-"""The most strips or tiles of a TIFF: libtiff decodes all of them in one call, which nothing interrupts."""
 NEARLY_BLACK = 26
 """The largest value of 255, a tenth, below which a picture of 16 bits is nearly black."""
 
@@ -130,13 +126,6 @@ _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 _MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
-# TIFF tags (TIFF 6.0), and values of four of them that Pillow may misread
-_BITS, _PHOTOMETRIC, _FILL_ORDER, _PLANAR_CONFIGURATION, _SAMPLE_FORMAT = 258, 262, 266, 284, 339
-_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
-_TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
-# The types of its tags that are bytes to Pillow, and the most values of another
-_BYTES_TYPES, _MOST_VALUES = (1, 2, 6, 7), 1 << 18
-_WHITE_IS_ZERO, _LOW_BIT_FIRST, _PLANES, _SIGNED = 0, 2, 2, 2
 # Modes whose colours are multiplied with alpha, and those of the colours themselves
 _MULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 # By Pillow's mode of decoding a PNG: the factor from stored values of grey to values of 8 bits
@@ -263,7 +252,9 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
             frames = count_frames(image)
             image.seek(0)
         if image.format == "TIFF":
-            _check_samples(image)
+            from sinkprune.runtime.media.tiff import check_samples
+
+            check_samples(image)
         wide, decoding = _has_wide_channels(image), _png_decoding(image)
         turned = ImageOps.exif_transpose(image)
         _correct_transparent(turned, decoding)
@@ -300,7 +291,12 @@ def _decoded(file: MeteredFile) -> Image.Image:
 
 
 def _open(file: MeteredFile) -> ImageFile.ImageFile:
-    _check_values(file)
+    head = file.read(4)
+    if head[:2] in (b"II", b"MM"):
+        from sinkprune.runtime.media.tiff import check_values
+
+        check_values(file)
+    file.seek(0)
     image = Image.open(cast(BinaryIO, file), formats=FORMATS)
     file.end_header()
     return image
@@ -312,8 +308,10 @@ def _opened(file: MeteredFile) -> Iterator[ImageFile.ImageFile]:
     with _damage_as_error(), _open(file) as image:
         _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
         if image.format == "TIFF":
-            _check_tiles(image)
-            _check_samples(image)
+            from sinkprune.runtime.media.tiff import check_samples, size_in_tiles
+
+            _check_size(*size_in_tiles(image))
+            check_samples(image)
         yield image
 
 
@@ -334,7 +332,9 @@ def _has_wide_channels(image: Image.Image) -> bool:
     tells it.
     """
     if image.format == "TIFF":
-        return max(cast(Any, image).tag_v2.get(_BITS, (1,)), default=1) > 8
+        from sinkprune.runtime.media.tiff import bits
+
+        return bits(image) > 8
     if image.format not in _FORMATS_OF_16_BITS or not getattr(image, "tile", None):
         return False
     # "RGB;16B" of a PNG, and ("RGB", 4095) of a PPM.
@@ -363,22 +363,6 @@ def _correct_transparent(image: Image.Image, decoding: str) -> None:
         )
 
 
-def _check_samples(image: Image.Image) -> None:
-    """Raise `ImageError` for a TIFF whose values Pillow misreads."""
-    tags = cast(Any, image).tag_v2
-    bits = max(tags.get(_BITS, (1,)))
-    if _SIGNED in tags.get(_SAMPLE_FORMAT, ()) and bits <= 16:
-        raise ImageError(
-            f"the image has signed values of {bits} bits, expected unsigned ones. Scale them to 0 to 255."
-        )
-    usual = bits == 8 and tags.get(_PHOTOMETRIC, 0) != _WHITE_IS_ZERO and tags.get(_FILL_ORDER) != _LOW_BIT_FIRST
-    if tags.get(_PLANAR_CONFIGURATION) == _PLANES and image.info.get("compression") == "raw" and not usual:
-        raise ImageError(
-            f"the image has values of {bits} bits in separate planes without compression, of which Pillow reads only "
-            "those of 8 bits whose 0 is black. Save it with its channels together."
-        )
-
-
 def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
     """Return the RGB `image` with its `frame_count`, and whether it had 16 bits. Others stay equal to arrays."""
     if frames > 1:
@@ -396,40 +380,6 @@ def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
             f"the image is too large: it has {width}x{height} pixels, expected at most {most} in all. "
             "Scale it down first."
         )
-
-
-def _check_values(file: MeteredFile) -> None:
-    """Raise `ImageError` for a TIFF with a tag of too many numbers: Pillow makes an object or a tile of each."""
-    file.seek(0)
-    head = file.read(16)
-    if _TIFF.match(head):
-        order, big = "<>"[head[:1] == b"M"], b"+" in head[2:4]
-        place, count, entry = ("8xQ", "Q", "HHQ8x") if big else ("4xI", "H", "HHI4x")
-        file.seek(struct.unpack_from(order + place, head)[0])
-        (entries,) = struct.unpack(order + count, file.read(struct.calcsize(order + count)))
-        found = file.read(entries * struct.calcsize(order + entry))
-        whole = len(found) // struct.calcsize(order + entry) * struct.calcsize(order + entry)
-        for tag, kind, values in struct.iter_unpack(order + entry, found[:whole]):
-            if kind not in _BYTES_TYPES and values > _MOST_VALUES:
-                raise ImageError(
-                    f"tag {tag} of the image has {values} values, expected at most {_MOST_VALUES}. Save it anew."
-                )
-    file.seek(0)
-
-
-def _check_tiles(image: Image.Image) -> None:
-    """Raise `ImageError` for a TIFF with too many tiles, or with too many pixels in tiles, outside included."""
-    tags = cast(Any, image).tag_v2
-    width = int(tags.get(_TILE_WIDTH, image.width))
-    height = int(tags.get(_TILE_LENGTH, min(image.height, tags.get(_ROWS_PER_STRIP, image.height))))
-    if width < 1 or height < 1:
-        raise ImageError(f"the image has tiles of {width}x{height} pixels. Give a complete image file.")
-    across, down = -(-image.width // width), -(-image.height // height)
-    if across * down > MOST_TILES:
-        raise ImageError(
-            f"the image has {across * down} tiles, expected at most {MOST_TILES}. Save it in larger ones."
-        )
-    _check_size(across * width, down * height)
 
 
 class _NoPillowWarnings:
@@ -495,8 +445,11 @@ def _with_8_bits(image: Image.Image, opened: Image.Image) -> Image.Image:
                 f"the image has 32 bits a channel (mode {image.mode}), expected 8 or 16. Scale its values to 8 bits."
             )
         return image
-    tags = cast(Any, opened).tag_v2 if opened.format == "TIFF" else {}
-    white, inverted = 2 ** max(tags.get(_BITS, (16,))) - 1, tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+    white, inverted = 65535, False
+    if opened.format == "TIFF":
+        from sinkprune.runtime.media.tiff import bits, white_is_zero
+
+        white, inverted = 2 ** bits(opened) - 1, white_is_zero(opened)
     grey = Image.new("L", image.size)
     # Conversions keep `info`.
     grey.info[_HAD_16_BITS] = True
