@@ -114,8 +114,7 @@ class LoadOptions:
                 f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
             )
-        given = self.engines
-        built = own_engines(opened) if given is None else engines_of(opened, given, engines_pinned)
+        built = engines_of(opened, self.engines, engines_pinned)
         # Before the sums, which are slow: an error should come early.
         with self.during("loading packages"):
             name = usual_backend(built.engines if built else None) if self.backend is None else self.backend
