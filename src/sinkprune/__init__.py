@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.steps.answer import Answer, DeadlineReport
-    from sinkprune.runtime.steps.prompt_run import Kept
+    from sinkprune.runtime.steps.decoding import Kept
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
     from sinkprune.runtime.text.prompt import Turn

@@ -14,7 +14,7 @@ from tests.serving.test_server import asked, served
 
 from sinkprune import Pipeline
 from sinkprune.runtime.overlay import draw_overlay, token_fates
-from sinkprune.runtime.steps.prompt_run import Kept
+from sinkprune.runtime.steps.decoding import Kept
 
 CASES = {
     "gqa-112": ("retain-64", {"size": [600, 400], "groups": 1, "views": 1}),

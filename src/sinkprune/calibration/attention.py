@@ -24,9 +24,8 @@ from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHead
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.decoding import Kept, Prefill
 from sinkprune.runtime.steps.prompt_rows import PromptRows
-from sinkprune.runtime.steps.prompt_run import Kept
 
 
 def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:

@@ -46,7 +46,7 @@ from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, file_facts, picture_facts
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.prompt_run import Kept
+from sinkprune.runtime.steps.decoding import Kept
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The suffixes of a folder's picture files."""

@@ -12,7 +12,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.report import EngineHeader, Spread, named_rows
 from sinkprune.contract.schedule import VisualLayout, expert_flops, prefix_flops
 from sinkprune.runtime.steps.answer import DeadlineOutcome
-from sinkprune.runtime.steps.prompt_run import Kept
+from sinkprune.runtime.steps.decoding import Kept
 
 PARTS = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "expert", "rest", "latency")
 """The timed parts of a chunk. `select` is part of `prefill`. All others add up to `latency`, the time from decoded

@@ -17,9 +17,8 @@ from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
-from sinkprune.runtime.steps.decoding import Prefill, StoredRows
+from sinkprune.runtime.steps.decoding import Prefill, PromptRun, StoredRows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
-from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.writing import Draft, Written, write

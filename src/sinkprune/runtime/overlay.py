@@ -21,8 +21,8 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.steps.decoding import Kept
 from sinkprune.runtime.steps.pictures import PictureLike
-from sinkprune.runtime.steps.prompt_run import Kept
 
 Colour = tuple[int, int, int]
 

@@ -12,11 +12,10 @@ from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.media.picture_warnings import facts_of
 from sinkprune.runtime.steps.chain import encode
-from sinkprune.runtime.steps.decoding import prefill
+from sinkprune.runtime.steps.decoding import PromptRun, prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
 from sinkprune.runtime.steps.prompt_rows import lay_out
-from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.text.prompt import Prompt
 
 

@@ -28,9 +28,8 @@ from sinkprune.runtime.media.clip import Picture, SampledFrames
 from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
-from sinkprune.runtime.steps.decoding import StoredRows, kv_bytes
+from sinkprune.runtime.steps.decoding import PromptRun, StoredRows, kv_bytes
 from sinkprune.runtime.steps.pictures import PictureLike
-from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
 from sinkprune.runtime.text.prompt import Text

@@ -17,9 +17,8 @@ from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits, surviving_rows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
-from sinkprune.runtime.steps.prompt_run import surviving_rows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward

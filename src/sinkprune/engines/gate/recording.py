@@ -41,8 +41,8 @@ from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.context_length import check_picture_count
+from sinkprune.runtime.steps.decoding import Kept
 from sinkprune.runtime.steps.pictures import decoded
-from sinkprune.runtime.steps.prompt_run import Kept
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.prompt import PromptEncoder
 

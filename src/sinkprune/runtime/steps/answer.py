@@ -8,7 +8,7 @@ from typing import Any
 
 from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.steps.prompt_run import Kept
+from sinkprune.runtime.steps.decoding import Kept
 
 OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
 """The parts that add up to `ttft`. `rest` is all other work: laying out rows, checking and reading results, and
