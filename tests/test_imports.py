@@ -14,6 +14,7 @@ import pytest
 
 import sinkprune
 from sinkprune.contract import errors
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from support.programs.repository import ROOT
 
 SOURCE = ROOT / "src" / "sinkprune"
@@ -84,7 +85,7 @@ def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
 
 
 _INNER = {
-    *("Bundle", "Backend", "Engine", "PolicyFacts", "SampledFrames", "Sampler", "Curve", "RecentRatios"),
+    *("Bundle", "Backend", "BuiltEngines", "Engine", "PolicyFacts", "SampledFrames", "Sampler", "Curve", "RecentRatios"),
     *(
         "EncodedPicture",
         "TowerInput",
@@ -100,7 +101,7 @@ _INNER = {
 """Types of single steps and of parts of a bundle, which a program gets from a call and passes on."""
 
 
-_LAZY = {"Tools": sinkprune.Tools, "ToolCall": sinkprune.ToolCall}
+_LAZY = {"Tools": sinkprune.Tools, "ToolCall": sinkprune.ToolCall, "BuiltEngines": BuiltEngines}
 """What modules import for types only."""
 
 

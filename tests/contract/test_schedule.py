@@ -82,7 +82,7 @@ def test_shares_are_of_what_the_picture_has(qwen: Manifest) -> None:
     assert two.pictures[0] == picture
     assert two.rows == picture.rows + two.pictures[1].rows
     for cut in prune_layers(qwen.language_model.num_layers):
-        assert two.kept_after(cut) == [one.after[cut] for one in two.pictures]
+        assert two.kept[cut] == [one.after[cut] for one in two.pictures]
     apart = schedule(qwen, "sinkpruner", "prune-80+per-frame", [layout(4, 30)]).pictures[0]
     assert (apart.groups, apart.counts) == (4, budget.resolve(30, 4))
     assert apart.rows == 4 * budget.resolve(30).kept
