@@ -85,7 +85,17 @@ def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
 
 
 _INNER = {
-    *("Bundle", "Backend", "BuiltEngines", "Engine", "PolicyFacts", "SampledFrames", "Sampler", "Curve", "RecentRatios"),
+    *(
+        "Bundle",
+        "Backend",
+        "BuiltEngines",
+        "Engine",
+        "PolicyFacts",
+        "SampledFrames",
+        "Sampler",
+        "Curve",
+        "RecentRatios",
+    ),
     *(
         "EncodedPicture",
         "TowerInput",

@@ -93,8 +93,9 @@ def denoise(
     """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of `prefix`.
 
     The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
-    transformers' `PI0ForConditionalGeneration.sample_actions`. The caches do not move between steps. Raises
-    `NumericsError` for actions that are not finite.
+    transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each step:
+    `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). The caches do not move between
+    steps. Raises `NumericsError` for actions that are not finite.
     """
     backend, rows = chain.backend, policy.expert_rows
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
@@ -109,11 +110,22 @@ def denoise(
     for segment, (decoder, cache) in enumerate(zip(chain.decoders, prefix.cache.segments, strict=True)):
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
-    actions = backend.tensor(observation.noise)
-    for number, time in enumerate(times.inputs(observation.steps)):
+    actions, held = backend.tensor(observation.noise), observation.held.shape[1]
+    # The held actions, then the rows after them.
+    order = np.concatenate([np.arange(held), held + np.arange(held, policy.chunk)])
+
+    def with_held(actions: Tensor, time: float) -> Tensor:
+        """Return [1,chunk,action_dim]: the first rows are the held actions at this `time`."""
+        noised = np.float32(time) * observation.noise[:, :held] + np.float32(1 - time) * observation.held
+        return backend.join([backend.tensor(noised), actions], order)
+
+    for number, own in enumerate(times.inputs(observation.steps)):
         with clock.measure(f"step_{number}"):
-            actions = chain.last({**fixed, **time, "actions": actions})["actions_out"]
-    found = backend.numpy(actions)
+            if held:
+                actions = with_held(actions, 1 - number / observation.steps)
+            actions = chain.last({**fixed, **own, "actions": actions})["actions_out"]
+    found = np.array(backend.numpy(actions))
+    found[:, :held] = observation.held
     if not np.isfinite(found).all():
         raise NumericsError(
             "the action expert gave actions that are not finite. If the bundle is fp16, its values may exceed that "

@@ -46,6 +46,9 @@ class Observation:
     noise: Array
     """[1,chunk,action_dim] fp32."""
     steps: int
+    held: Array
+    """[1,n,action_dim] fp32: the first actions of the chunk, normalised, which denoising continues; there may be
+    none."""
 
 
 def observed(
@@ -58,6 +61,7 @@ def observed(
     steps: int | None = None,
     seed: int | None = None,
     noise: Array | None = None,
+    held: Sequence[Sequence[float]] | Array | None = None,
 ) -> Observation:
     """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`.
 
@@ -91,7 +95,7 @@ def observed(
         warn_user(said, UnusualStateWarning)
     if policy.units_note:
         warn_user(policy.units_note, UnitsWarning)
-    return Observation(frames, names, instruction, prompt, normalised, drawn, count)
+    return Observation(frames, names, instruction, prompt, normalised, drawn, count, normalised_actions(policy, held))
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
@@ -140,6 +144,29 @@ def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
         return actions[0, :, : policy.action_width]
     mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
     return actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
+
+
+def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] | Array | None) -> Array:
+    """Return [1,n,action_dim] fp32, as the expert gives them, of `actions` [n,width] in the robot's units.
+
+    The inverse of `robot_actions`, with zeros after the robot's own numbers. None stands for no actions. Raises
+    `UsageError` for other shapes, for more than a chunk, and for numbers that are not finite.
+    """
+    width, given = policy.action_width, [] if actions is None else actions
+    if not len(given):
+        return np.zeros((1, 0, policy.action_dim), np.float32)
+    if len(given) >= policy.chunk:
+        raise UsageError(f"{len(given)} actions are held, expected fewer than the {policy.chunk} of a chunk.")
+    values = _floats("held", given, (len(given), width), f"actions of {counted(width, 'number')} each")
+    if policy.action_range:
+        low, extent = _extents(policy.action_range)
+        values = np.float32(2) * (values - low) / extent - np.float32(1)
+    elif policy.action_mean:
+        mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
+        values = (values - mean) / (std + np.float32(1e-8))
+    padded = np.zeros((1, len(given), policy.action_dim), np.float32)
+    padded[0, :, :width] = values
+    return padded
 
 
 def _extents(ranges: NumberRanges) -> tuple[Array, Array]:

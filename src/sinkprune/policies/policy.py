@@ -90,6 +90,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         deadline_ms: float | None = None,
         min_steps: int | None = None,
         order: str = "rgb",
+        held: Sequence[Sequence[float]] | Array | None = None,
         observer: Observer = NOBODY,
     ) -> ActionReport:
         """Return the next chunk of actions.
@@ -100,7 +101,9 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         robot's numbers in its own units. `budget` and `method` are the bundle's. `steps` are denoising steps
         (default: the checkpoint's). `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim]
         is that noise; without both it differs each time. `order` is that of the channels of arrays: "rgb", or
-        OpenCV's "bgr".
+        OpenCV's "bgr". `held` [n,width] are the first actions of the chunk, in the robot's units: those that run
+        before this chunk can arrive. Denoising continues them (real-time chunking, arXiv 2506.07339, without its
+        gradient).
 
         With `deadline_ms`, milliseconds from this call on, `budget` is the largest that may be chosen and `steps` the
         most. The largest budget runs whose chunk is expected in time with `min_steps` or more (default: 5), with as
@@ -113,7 +116,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         check_type("observer", observer, (Observer,), "an Observer")
         plan = self._plan(method, budget)
         observation = observed(
-            manifest, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise
+            manifest, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise, held=held
         )
         least = least_steps(min_steps, observation.steps, deadline_ms)
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)

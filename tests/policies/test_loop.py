@@ -1,0 +1,311 @@
+"""The arm's loop, on a clock that jumps: no test sleeps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import NumericsError, Policy, UsageError
+from sinkprune.contract.precision import Array
+from sinkprune.policies.loop import ActionPlan, Fault, Histogram, Limits, LoopReport, Observed, PolicyLoop
+from sinkprune.runtime.backends import Backend, Engine
+from support.references.pi0 import INSTRUCTION
+from support.stand_ins.virtual_clock import VirtualClock
+
+RATE, CHUNK = 10.0, 20
+
+
+class Robot:
+    """A robot whose state is the time, and which notes what it is sent."""
+
+    def __init__(self, clock: VirtualClock, frame_s: float = 0.02) -> None:
+        self.clock, self.frame_s = clock, frame_s
+        self.sent: list[tuple[float, Array]] = []
+
+    def observe(self) -> Observed:
+        self.clock.wait(self.clock.now() + self.frame_s)
+        return Observed([], [self.clock.now()])
+
+    def send(self, action: Array) -> None:
+        self.sent.append((self.clock.now(), action))
+
+
+class Thinker:
+    """A policy that takes its time. Its action i is [when it was asked, i]."""
+
+    def __init__(self, clock: VirtualClock, seconds: float = 0.33) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.asked: list[float] = []
+        self.held: list[Array | None] = []
+
+    def act(self, cameras: Any, instruction: str, state: Any, **options: Any) -> Any:
+        asked = self.clock.now()
+        self.asked.append(asked)
+        self.held.append(options["held"])
+        self.clock.wait(asked + self.seconds)
+        return SimpleNamespace(actions=np.array([[asked, place] for place in range(CHUNK)]))
+
+
+def started(clock: VirtualClock, robot: Any, thinker: Any, **options: Any) -> PolicyLoop:
+    options = {"rate_hz": RATE, "join": "switch", "clock": clock, **options}
+    return PolicyLoop(thinker, robot.observe, robot.send, "go", **options)
+
+
+def ran(seconds: float = 5.0, thinks: float = 0.33, **options: Any) -> tuple[LoopReport, Robot, Thinker]:
+    clock = VirtualClock()
+    robot, thinker = Robot(clock), Thinker(clock, thinks)
+    return started(clock, robot, thinker, **options).run(seconds), robot, thinker
+
+
+def test_every_tick_sends_the_newest_chunks_action_for_its_time() -> None:
+    report, robot, thinker = ran()
+    times = np.array([time for time, _ in robot.sent])
+    np.testing.assert_allclose(np.diff(times), 1 / RATE, atol=1e-9)
+    assert report.ticks == len(times) == 50 and report.missed_ticks == report.held_ticks == 0
+    first = thinker.asked[0]
+    for time, (asked, place) in robot.sent:
+        # The arm stands still until the first chunk, whose first action is for the first tick.
+        begins = times[0] if asked == first else times[np.searchsorted(times, asked - 1e-9)]
+        assert place == pytest.approx((time - begins) * RATE, abs=1e-6)
+        arrived = [own for own in thinker.asked if own + thinker.seconds <= time + 1e-9]
+        assert asked == arrived[-1]
+    assert report.chunks > 10 and report.dropped_actions > 0 and report.fault is None
+    assert report.frame_age_ms.largest < 1e3 * (2 * thinker.seconds + 3 / RATE)
+    assert report.lateness_ms.largest < 1e-6
+
+
+def test_a_late_chunk_holds_the_last_action() -> None:
+    report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000)
+    pairs = zip(robot.sent, robot.sent[1:], strict=False)
+    held = [second for (_, first), (_, second) in pairs if all(first == second)]
+    assert report.held_ticks == len(held) > 0
+    assert 0 < report.late_chunks <= report.chunks and report.fault is None
+    assert all(action[1] == CHUNK - 1 for action in held)
+
+
+def test_a_policy_slower_than_its_chunks_is_named() -> None:
+    report, _, _ = ran(seconds=60, thinks=2.55, max_age_ms=9_000)
+    assert report.fault is not None and report.fault.kind == "stale frame"
+    assert "took longer than its 20 actions at 10 Hz" in report.fault.message
+    assert report.dropped_actions == (report.chunks - 1) * CHUNK
+
+
+@pytest.mark.parametrize("join", ["switch", "blend"])
+def test_a_plan_joins_chunks_and_drops_what_is_past(join: Any) -> None:
+    plan = ActionPlan(join)
+    old, new = np.arange(6.0)[:, None], 100 + np.arange(6.0)[:, None]
+    assert plan.add(old, 0, 1.0, 0) == 0
+    assert [float(plan.take(tick).action[0]) for tick in (0, 1)] == [0, 1]  # type: ignore[union-attr]
+    # For ticks 1 to 6; tick 1 is past, and ticks 2 to 5 have both.
+    assert plan.add(new, 1, 2.0, 2) == 1
+    expected = [101, 102, 103, 104, 105]
+    if join == "blend":
+        expected = [
+            *(w * n + (1 - w) * o for w, n, o in zip([0.2, 0.4, 0.6, 0.8], expected, [2, 3, 4, 5], strict=False)),
+            105,
+        ]
+    coming = plan.coming(2, 9)
+    assert coming is not None
+    np.testing.assert_allclose(coming[:, 0], expected)
+    assert plan.coming(7, 3) is None
+    taken = plan.take(6)
+    assert taken is not None and (taken.action[0], taken.taken) == (105, 2.0)
+    assert plan.take(5) is None, "earlier ticks are forgotten"
+    assert plan.add(new, 0, 3.0, 50) == 6
+
+
+def test_inpainting_holds_what_will_run_until_the_chunk_can_arrive() -> None:
+    _, robot, thinker = ran(join="inpaint")
+    assert thinker.held[:2] == [None, None]
+    sent = {round(time, 6): action for time, action in robot.sent}
+    for asked, held in zip(thinker.asked[2:-2], thinker.held[2:], strict=False):
+        # A chunk takes 3.3 ticks: four are held, and three surely run.
+        assert held is not None and len(held) == 4
+        ticks = sorted(time for time in sent if time >= asked - 1e-6)[:3]
+        np.testing.assert_allclose(np.stack([sent[tick] for tick in ticks]), held[:3])
+
+
+class Boom(Exception):
+    pass
+
+
+def broken(after: int, what: Callable[[], Any]) -> Callable[..., Any]:
+    """A function that does `what` from its call `after` on."""
+    calls = iter(range(10**6))
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **options: what() if next(calls) >= after else own(*given, **options)
+
+    return wrap
+
+
+def boom() -> None:
+    raise Boom("the cable is out")
+
+
+def overflow() -> None:
+    raise NumericsError("not finite")
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[], Any], str, str]] = {
+    "camera ends": ("robot", "observe", lambda: None, "observe", "its cameras ended"),
+    "camera fails": ("robot", "observe", boom, "observe", "Boom: the cable is out"),
+    "policy fails": ("thinker", "act", boom, "act", "Boom: the cable is out"),
+    "policy overflows": ("thinker", "act", overflow, "not finite", "not finite"),
+    "action is nan": (
+        "thinker",
+        "act",
+        lambda: SimpleNamespace(actions=np.full((CHUNK, 2), math.nan)),
+        "not finite",
+        "the action is \\[nan, nan\\]",
+    ),
+    "arm fails": ("robot", "send", boom, "send", "Boom: the cable is out"),
+    "frame is old": (
+        "robot",
+        "observe",
+        lambda: Observed([], [0.0], taken=0.0),
+        "stale frame",
+        "ms old, the limit is 1000 ms",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_fault_stops_sending_and_is_reported(name: str, after: int) -> None:
+    who, where, what, kind, message = FAULTS[name]
+    clock, faults = VirtualClock(), list[Fault]()
+    robot, thinker = Robot(clock), Thinker(clock)
+    owner = {"robot": robot, "thinker": thinker}[who]
+    setattr(owner, where, broken(after, what)(getattr(owner, where)))
+    report = started(clock, robot, thinker, on_fault=faults.append).run(20)
+    assert faults == [report.fault] and report.fault is not None
+    assert report.fault.kind == kind
+    assert re.search(message, report.fault.message)
+    assert report.ticks == len(robot.sent) <= report.fault.tick
+    assert report.as_json()["fault"]["kind"] == kind
+
+
+@pytest.mark.parametrize("who", ["camera", "policy"])
+def test_what_hangs_ends_in_a_stale_frame(who: str) -> None:
+    clock = VirtualClock()
+    robot, thinker = Robot(clock), Thinker(clock)
+    owner, where = (robot, "observe") if who == "camera" else (thinker, "act")
+    setattr(owner, where, broken(2, lambda: clock.wait(clock.now() + 60))(getattr(owner, where)))
+    report = started(clock, robot, thinker, max_age_ms=1500).run(30)
+    assert report.fault is not None and report.fault.kind == "stale frame"
+    assert report.frame_age_ms.largest <= 1500
+    assert report.held_ticks == 0 or report.late_chunks == 1
+
+
+def test_a_busy_arm_misses_ticks_and_gets_no_action_of_the_past() -> None:
+    clock = VirtualClock()
+    robot, thinker = Robot(clock), Thinker(clock)
+    plain = robot.send
+
+    def send(action: Array) -> None:
+        plain(action)
+        if len(robot.sent) == 10:
+            clock.wait(clock.now() + 0.35)
+
+    robot.send = send  # type: ignore[method-assign]
+    report = started(clock, robot, thinker).run(5)
+    assert report.missed_ticks == 2 and report.ticks == 48
+    times = np.array([time for time, _ in robot.sent])
+    ticks = (times - times[0]) * RATE
+    np.testing.assert_allclose(ticks - np.floor(ticks + 1e-6), np.where(np.arange(48) == 10, 0.5, 0), atol=1e-6)
+
+
+def test_limits_bound_range_and_change() -> None:
+    limits = Limits(np.array([-1.0, 0.0]), np.array([1.0, 2.0]), np.array([0.5, 0.5]))
+    np.testing.assert_array_equal(limits.applied(np.array([3.0, -1.0]), None), [1, 0])
+    np.testing.assert_array_equal(limits.applied(np.array([1.0, 2.0]), np.array([0.0, 1.8])), [0.5, 2])
+    report, robot, _ = ran(seconds=3, limits=Limits(np.array([0.0, 0.0]), np.array([1e9, 4.0]), np.array([1e9, 1.0])))
+    actions = np.stack([action for _, action in robot.sent])
+    assert actions[:, 1].max() <= 4 and np.abs(np.diff(actions[:, 1])).max() <= 1
+    assert 0 < report.limited_actions < report.ticks
+
+
+def test_a_loop_stops_when_it_is_told_and_runs_again() -> None:
+    clock = VirtualClock()
+    robot, thinker = Robot(clock), Thinker(clock)
+    loop = started(
+        clock, robot, thinker, on_chunk=lambda report: loop.stop() if len(thinker.asked) % 3 == 0 else None
+    )
+    for _ in range(2):
+        report = loop.run()
+        assert report.fault is None and 0 < report.ticks < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"join": "glue"}, "join is 'glue', expected switch, blend, inpaint"),
+        ({"rate_hz": 0}, "rate_hz is 0"),
+        ({"max_age_ms": math.nan}, "max_age_ms is nan"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        started(VirtualClock(), Robot(VirtualClock()), None, **options)
+
+
+def test_quantiles_are_within_one_percent() -> None:
+    values = np.random.default_rng(3).lognormal(1, 2, 20_000)
+    histogram = Histogram()
+    for value in values:
+        histogram.add(float(value))
+    for share in (0.5, 0.99, 0.999, 1.0):
+        exact = np.quantile(values, share, method="inverted_cdf")
+        assert exact * 0.999 <= histogram.quantile(share) <= exact * 1.0101
+    assert Histogram().quantile(0.5) == 0
+
+
+def test_held_actions_have_their_noised_values_in_each_step(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    """Against the definition: the first rows of the expert's input at time t are t*noise + (1-t)*held."""
+    calls: list[tuple[Array, Array]] = []
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def noted(inputs: Any) -> Any:
+            outputs = engine(inputs)
+            calls.append(
+                (np.array(backend.numpy(inputs["actions"])), np.array(backend.numpy(outputs["actions_out"])))
+            )
+            return outputs
+
+        return noted if graph == "expert" else engine
+
+    policy = Policy.load(bundle("pi0", budgets=("prune-77.8",), max_images=2), threads=1, wrap=wrap)
+    state, facts = policy.facts.usual_state, policy.facts
+    noise = np.random.default_rng(5).standard_normal((facts.chunk, facts.action_dim), np.float32)
+    given: dict[str, Any] = {"budget": "prune-77.8", "steps": 4, "noise": noise}
+    plain = policy.act([photo, None], INSTRUCTION, state, **given).actions
+    held = plain[1:3] + 0.25
+    calls.clear()
+    found = policy.act([photo, None], INSTRUCTION, state, held=held, **given).actions
+    np.testing.assert_allclose(found[:2], held, atol=1e-5)
+    assert np.abs(found[2:] - plain[2:]).max() > 1e-4
+    before, target = noise[None], np.zeros(0)
+    for number, (inputs, outputs) in enumerate(calls):
+        time = 1 - number / 4
+        # Rows that are not held go on where the last step ended.
+        np.testing.assert_array_equal(inputs[0, 2:], before[0, 2:])
+        if number == 1:
+            # The held actions in the expert's own numbers.
+            target = (inputs[0, :2] - time * noise[:2]) / (1 - time)
+        if number:
+            np.testing.assert_allclose(inputs[0, :2], time * noise[:2] + (1 - time) * target, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(inputs[0, :2], noise[:2])
+        before = outputs
+    for wrong in (held[:, :-1], np.full_like(held, np.nan), np.zeros((facts.chunk, held.shape[1]))):
+        with pytest.raises(UsageError, match="held"):
+            policy.act([photo, None], INSTRUCTION, state, held=wrong, **given)
