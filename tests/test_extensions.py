@@ -1,4 +1,4 @@
-"""Another package adds a family, a method, a backend and a command by entry points, without a change to this one."""
+"""Another package adds a family, a method, a backend, a command and an option, without a change to this one."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ viola = viola.family:ROW
 [sinkprune.methods]
 salient = viola.method:build
 [sinkprune.backends]
+a-logging = viola.backend:SPEC
 ort-logging = viola.backend:SPEC
 [sinkprune.run]
 capitals = viola.option:Capitals
@@ -178,6 +179,9 @@ def test_another_package_adds_family_method_backend_and_command(
     assert found["tokens_per_layer"] == expected["tokens_per_layer"]
     assert set(found["tokens_per_layer"]) != {found["visual_tokens"]}
     whole = answer(package, out, *asked, "--method", "salient", "--budget", "none")
+    code = "from sinkprune.runtime.backends.known import backend_of; print(backend_of('onnxruntime'))"
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "ort-cpu\n"
     own = pipeline("gqa-112").generate(photo_file, QUESTION, max_new_tokens=6)
     assert whole["token_ids"] == own.token_ids
 
@@ -197,6 +201,14 @@ def test_a_name_of_two_packages_is_rejected(package: Path, tmp_path: Path) -> No
     done = sinkprune(Path(f"{package}:{other}"), "hello")
     assert done.returncode == 2
     assert "two packages register 'hello'" in done.stderr
+
+
+def test_a_package_that_does_not_import_is_named(package: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(package, tmp_path / "other"))
+    (other / "viola/option.py").unlink()
+    done = sinkprune(other, "run", "--help")
+    assert done.returncode == 2
+    assert "'capitals' of the group 'sinkprune.run' is viola.option:Capitals, and its import failed" in done.stderr
 
 
 def test_an_option_that_the_command_has_is_rejected(package: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What installed packages register by entry points: families, methods, backends and commands.
+"""What installed packages register by entry points: families, methods, backends, commands, options and forms.
 
 A package adds a name with a line in its pyproject.toml, as this one does, and the name works as ours do:
 
@@ -23,12 +23,24 @@ class Registry(Mapping[str, T]):
     """The names of an entry point group, sorted. What a name stands for is imported when it is read."""
 
     def __init__(self, group: str) -> None:
-        """Read nothing yet: `group` is looked up when a name is."""
+        """Read nothing yet: `group` is looked up when a name is.
+
+        Reading a name raises `SinkpruneError` where the import of another package fails.
+        """
         self._group, self._loaded = group, dict[str, T]()
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
-            self._loaded[name] = _registered(self._group)[name].load()
+            point = _registered(self._group)[name]
+            try:
+                self._loaded[name] = point.load()
+            except (ImportError, AttributeError) as error:
+                if point.value.startswith("sinkprune."):
+                    raise
+                raise SinkpruneError(
+                    f"the entry point '{name}' of the group '{self._group}' is {point.value}, and its import failed: "
+                    f"{error}. Mend or uninstall its package."
+                ) from error
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:

@@ -91,9 +91,18 @@ def usual_backend(engines: Engines | None) -> str:
     return DEFAULT if engines is None else backend_of(engines.manifest.target)
 
 
+_USUAL: dict[Target, str] = {
+    "onnxruntime": DEFAULT,
+    "onnxruntime+openvino": "ort-cpu+openvino",
+    "openvino": "openvino",
+}
+"""The default backends of targets that several backends run, also those of other packages."""
+
+
 def backend_of(target: Target) -> str:
     """Return the default backend of engines built for `target`."""
-    return next(name for name, spec in KNOWN.items() if spec.target == target)
+    own = _USUAL.get(target, target)
+    return own if own in KNOWN else next(name for name, spec in KNOWN.items() if spec.target == target)
 
 
 def on_cpu() -> list[str]:
