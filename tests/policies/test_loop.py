@@ -224,6 +224,14 @@ def test_a_busy_arm_misses_ticks_and_gets_no_action_of_the_past() -> None:
     np.testing.assert_allclose(ticks - np.floor(ticks + 1e-6), np.where(np.arange(48) == 10, 0.5, 0), atol=1e-6)
 
 
+def test_a_horizon_keeps_chunks_apart_and_hold_makes_the_missing_actions() -> None:
+    _, _, thinker = ran(thinks=0.01, execution_horizon=7)
+    gaps = np.diff(thinker.asked[1:]) * RATE
+    assert (gaps > 6.9).all() and (gaps < 7.3).all()
+    report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000, hold=np.zeros_like)
+    assert sum(not action.any() for _, action in robot.sent) == report.held_ticks > 0
+
+
 def test_limits_bound_range_and_change() -> None:
     limits = Limits(np.array([-1.0, 0.0]), np.array([1.0, 2.0]), np.array([0.5, 0.5]))
     np.testing.assert_array_equal(limits.applied(np.array([3.0, -1.0]), None), [1, 0])

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks import RealNumber, check_callable, checks_options, format_value
+from sinkprune.contract.checks import RealNumber, WholeNumber, check_callable, checks_options, format_value
 from sinkprune.contract.errors import NumericsError, UsageError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
@@ -34,6 +34,7 @@ Join = Literal["switch", "blend", "inpaint"]
 have. `inpaint`: actions that will run before the chunk can arrive are held in its denoising, so that it continues
 them (real-time chunking, arXiv 2506.07339, without its gradient).
 """
+HORIZON = WholeNumber("execution_horizon", 1, 10_000)
 RATE_HZ = RealNumber("rate_hz", 0.1, 1000, "0.1 to 1000 ticks a second")
 MAX_AGE_MS = RealNumber("max_age_ms", 1, 3_600_000, "milliseconds, from 1 to 3600000 (an hour)")
 _DELAYS = 20
@@ -201,7 +202,7 @@ class LoopReport:
     missed_ticks: int = 0
     """Ticks that sent nothing, because `send` or the machine was busy for longer than a tick."""
     held_ticks: int = 0
-    """Ticks that sent the action before again, because the next chunk was late."""
+    """Ticks whose action was made by `hold`, because the next chunk was late."""
     late_chunks: int = 0
     """How often that began."""
     chunks: int = 0
@@ -238,7 +239,7 @@ class PolicyLoop:
 
     `observe` returns the newest frames and state; a second thread calls it. `send` gets the action [width] of a tick
     and must return within the tick. Nothing is sent before the first chunk. An action whose tick is past is dropped.
-    Where the next chunk is late, the last action is sent again.
+    Where the next chunk is late, `hold` makes the action from the last one.
 
     A loop stops sending, and calls `on_fault`, at a frame older than `max_age_ms` behind an action, at an action that
     is not finite, and at any error of `observe`, the policy or `send`. It does not move the arm to safety: `on_fault`
@@ -255,6 +256,8 @@ class PolicyLoop:
         *,
         rate_hz: float,
         join: Join = "inpaint",
+        execution_horizon: int = 1,
+        hold: Callable[[Array], Array] = lambda last: last,
         budget: str = UNPRUNED,
         method: str = "sinkpruner",
         steps: int | None = None,
@@ -267,13 +270,23 @@ class PolicyLoop:
         on_chunk: Callable[[ActionReport], object] = lambda report: None,
         clock: Clock | None = None,
     ) -> None:
-        """Take what `Policy.act` takes. `on_chunk` gets the report of each chunk, in the second thread.
+        """Take what `Policy.act` takes.
 
-        Raises `UsageError` for a rate, an age and a way to join that do not exist, and `TypeError`.
+        At least `execution_horizon` ticks are between the frames of two chunks: a policy whose first actions hardly
+        move needs several. `hold` makes the action of a tick without a new one from the last: the same is right for
+        positions, `np.zeros_like` for movements. `on_chunk` gets the report of each chunk, in the second thread.
+
+        Raises `UsageError` for numbers out of range and for a way to join that does not exist, and `TypeError`.
         """
         if join not in get_args(Join):
             raise UsageError(f"join is {format_value(join)}, expected {', '.join(get_args(Join))}.")
-        for name, function in (("observe", observe), ("send", send), ("on_fault", on_fault), ("on_chunk", on_chunk)):
+        for name, function in {
+            "observe": observe,
+            "send": send,
+            "hold": hold,
+            "on_fault": on_fault,
+            "on_chunk": on_chunk,
+        }.items():
             check_callable(name, function)
         self._policy, self._observe, self._send, self._instruction = policy, observe, send, instruction
         self._rate, self._max_age = RATE_HZ.check(rate_hz), MAX_AGE_MS.check(max_age_ms) / 1e3
@@ -285,6 +298,7 @@ class PolicyLoop:
             "min_steps": min_steps,
             "order": order,
         }
+        self._hold, self._horizon = hold, HORIZON.check(execution_horizon)
         self._join, self._limits, self._on_fault, self._on_chunk = join, limits, on_fault, on_chunk
         self._clock = clock or _SystemClock()
         self._ended = threading.Event()
@@ -342,15 +356,19 @@ class PolicyLoop:
             if self._ended.is_set():
                 break
             planned = self._plan.take(tick)
-            if not self._sent(planned or self._last, tick, now, now - due):
+            if not self._sent(planned or self._held(), tick, now, now - due):
                 break
             report.late_chunks += planned is None and not holding
             report.held_ticks += planned is None
             holding, tick = planned is None, tick + 1
 
-    def _sent(self, planned: _Planned | None, tick: int, now: float, late: float) -> bool:
+    def _held(self) -> _Planned:
+        """Return the action of a tick without a new one."""
+        assert self._last is not None
+        return _Planned(self._hold(self._last.action), self._last.taken)
+
+    def _sent(self, planned: _Planned, tick: int, now: float, late: float) -> bool:
         """Send an action, and return whether that was right; else there is a fault."""
-        assert planned is not None
         age = now - planned.taken
         if age > self._max_age:
             return self._fail(
@@ -411,6 +429,7 @@ class PolicyLoop:
                     self._report.chunk_ms.add(1e3 * delays[-1])
                 self._arrive(report, first, taken)
                 self._on_chunk(report)
+                self._clock.wait(self._start + (first + self._horizon) / self._rate)
         except NumericsError as error:
             self._fail("not finite", str(error), self._tick(), error)
         except BaseException as error:
