@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint.folder import RandomWeights, read_json
+from sinkprune.export.checkpoint.folder import read_json
+from sinkprune.export.checkpoint.presets import RandomWeights
 from sinkprune.export.families import Family
 from sinkprune.export.source import ExportRequest, open_source
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -366,6 +366,22 @@ def checks_options_and(elsewhere: Mapping[str, str]) -> Callable[[C], C]:
             return function(*given, **options)
 
         return cast(C, checked)
+
+    return decorate
+
+
+def shows_fields(kind: type[Any]) -> Callable[[C], C]:
+    """Return a decorator: the signature of the function has the fields of a dataclass in the place of `**options`."""
+
+    def decorate(function: C) -> C:
+        own = signature(function)
+        named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        options = [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in dataclasses.fields(kind)
+        ]
+        function.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        return function
 
     return decorate
 

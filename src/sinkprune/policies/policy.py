@@ -10,7 +10,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import check_options, check_plan_names, check_type, checks_options, checks_options_and
+from sinkprune.contract.checks import check_plan_names, check_type, checks_options, checks_options_and, shows_fields
 from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
@@ -56,13 +56,14 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self._times = StepTimes(self._model.chain, self.facts)
 
     @classmethod
+    @checks_options_and(dict.fromkeys(_OF_ACT, "Policy.act"))
+    @shows_fields(LoadOptions)
     def load(cls, bundle: str | os.PathLike[str] | Bundle, **options: Any) -> Policy:
         """Load a policy's bundle or folder of engines; `options` are those of `Pipeline.load`, without `fit`.
 
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (also for a bundle that is no policy;
         `OptionError` for an unknown argument), and `TypeError` for an argument of a wrong type.
         """
-        check_options(options, LOAD_OPTIONS, dict.fromkeys(_OF_ACT, "Policy.act"))
         began, loading = time.perf_counter(), LoadOptions(**options)
         opened = loading.open(bundle, acts=True)
         with loading.during("loading the engines") as progress:

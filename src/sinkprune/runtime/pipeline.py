@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import check_callable, check_options, check_type, checks_options
+from sinkprune.contract.checks import check_callable, check_type, checks_options, checks_options_and, shows_fields
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.contract.registry import Registry
@@ -20,7 +20,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Fit, check_fit
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.hooks import NOBODY, Budgets, Hooks, Observer, Rows, Tokens
-from sinkprune.runtime.loading import LOAD_OPTIONS, LoadOptions, StaysInProcess, check_kind, load_model
+from sinkprune.runtime.loading import LoadOptions, StaysInProcess, check_kind, load_model
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
@@ -139,6 +139,8 @@ class Pipeline(StaysInProcess, Answering):
         self._forms, self._forming = dict[str, Form](), Lock()
 
     @classmethod
+    @checks_options_and(dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
+    @shows_fields(LoadOptions)
     def load(cls: type[P], bundle: str | os.PathLike[str] | Bundle, *, fit: Fit | None = None, **options: Any) -> P:
         """Load a bundle or a folder of engines, by its path or already read.
 
@@ -149,7 +151,6 @@ class Pipeline(StaysInProcess, Answering):
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (`OptionError` for an unknown argument),
         and `TypeError` for an argument of a wrong type.
         """
-        check_options(options, [*LOAD_OPTIONS, "fit"], dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
         check_fit(fit)
         began, loading = time.perf_counter(), LoadOptions(**options)
         opened = loading.open(bundle, acts=False)

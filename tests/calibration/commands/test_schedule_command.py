@@ -183,7 +183,18 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         nothing, row = Curve(0.0, 0.0, 0.0), Curve(0.0, 1.0, 0.0)
         segments = (row,) * len(pipeline.bundle.manifest.segments)
         return Costs(
-            COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row, (), 0.0, 10**6
+            COSTS_VERSION,
+            nothing,
+            nothing,
+            nothing,
+            segments,
+            nothing,
+            1.0,
+            row,
+            (),
+            0.0,
+            10**6,
+            place=pipeline.place,
         )
 
     def set_tail(tail: float) -> None:

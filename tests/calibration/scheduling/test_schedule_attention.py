@@ -122,9 +122,8 @@ def costs(seed: int) -> Costs:
         return Curve(*random.uniform(0, (2, 0.2, 0.002)))
 
     place = Place("", (1, 2, 5), "fp32", "fp32", "ort-cpu", "fp32", 1, "")
-    return Costs(
-        1, place, curve(), curve(), curve(), tuple(curve() for _ in range(4)), curve(), 1.5, curve(), (), 0.0, 10**6
-    )
+    segments = tuple(curve() for _ in range(4))
+    return Costs(1, curve(), curve(), curve(), segments, curve(), 1.5, curve(), (), 0.0, 10**6, place=place)
 
 
 def price_by_hand(found: Costs, rows: list[int], stages: tuple[int, ...], tokens: int, new: int) -> float:

@@ -20,8 +20,8 @@ from sinkprune.contract.memory import MemoryNeed, available_bytes, running_need
 from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
-from sinkprune.runtime.commands import options as memory_command
 from sinkprune.runtime.commands.options import free_bytes
+from sinkprune.runtime.device import cuda
 from sinkprune.runtime.families import load_family
 from support.programs.slow_cases import every
 
@@ -123,7 +123,7 @@ def test_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.Mon
         raise BackendError("no GPU")
 
     for opened, free in ((DeviceStandIn, 5), (no_gpu, 0)):
-        monkeypatch.setattr(memory_command, "open_device", opened)
+        monkeypatch.setattr(cuda, "open_device", opened)
         assert {free_bytes(name) for name in ("ort-cuda", "tensorrt", "tensorrt-rtx")} == {free}
         for name in ("ort-cpu", "openvino"):
             assert free_bytes(name) == pytest.approx(available_bytes(), rel=0.2)
