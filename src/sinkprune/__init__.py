@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         write_costs,
     )
     from sinkprune.deadlines.pipeline import Pipeline
+    from sinkprune.policies.loop import ActionLimits, LoopFault, LoopReport, Observed, PolicyLoop
     from sinkprune.policies.policy import Policy
     from sinkprune.policies.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
@@ -84,6 +85,7 @@ __all__ = [
     "ActionCosts",
     "ActionDeadline",
     "ActionFlops",
+    "ActionLimits",
     "ActionReport",
     "Answer",
     "BackendError",
@@ -105,9 +107,12 @@ __all__ = [
     "ImageError",
     "Kept",
     "LoadOptions",
+    "LoopFault",
+    "LoopReport",
     "NewTokensError",
     "NoSensorError",
     "NumericsError",
+    "Observed",
     "Observer",
     "OptionError",
     "OutOfMemoryError",
@@ -118,6 +123,7 @@ __all__ = [
     "Pipeline",
     "Place",
     "Policy",
+    "PolicyLoop",
     "PowerError",
     "PromptError",
     "PruningError",
@@ -148,6 +154,7 @@ __all__ = [
 _NAMES = {
     "contract.schedule": "PictureSchedule VisualLayout",
     "deadlines.costs": "ActionCosts BudgetCosts Costs Place read_action_costs read_costs write_costs",
+    "policies.loop": "ActionLimits LoopFault LoopReport Observed PolicyLoop",
     "policies.policy": "Policy",
     "policies.report": "ActionDeadline ActionFlops ActionReport",
     "runtime.camera": "Camera",

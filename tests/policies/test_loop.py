@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import NumericsError, Policy, UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.policies.loop import ActionPlan, Fault, Histogram, Limits, LoopReport, Observed, PolicyLoop
+from sinkprune.policies.loop import ActionLimits, ActionPlan, Histogram, LoopFault, LoopReport, Observed, PolicyLoop
 from sinkprune.runtime.backends import Backend, Engine
 from support.references.pi0 import INSTRUCTION
 from support.stand_ins.virtual_clock import VirtualClock
@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], Any], str, str]] = {
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_fault_stops_sending_and_is_reported(name: str, after: int) -> None:
     who, where, what, kind, message = FAULTS[name]
-    clock, faults = VirtualClock(), list[Fault]()
+    clock, faults = VirtualClock(), list[LoopFault]()
     robot, thinker = Robot(clock), Thinker(clock)
     owner = {"robot": robot, "thinker": thinker}[who]
     setattr(owner, where, broken(after, what)(getattr(owner, where)))
@@ -224,6 +224,17 @@ def test_a_busy_arm_misses_ticks_and_gets_no_action_of_the_past() -> None:
     np.testing.assert_allclose(ticks - np.floor(ticks + 1e-6), np.where(np.arange(48) == 10, 0.5, 0), atol=1e-6)
 
 
+def test_a_first_chunk_that_is_too_slow_is_followed_by_a_second() -> None:
+    clock = VirtualClock()
+    robot, thinker = Robot(clock), Thinker(clock, 5.0)
+    loop = started(clock, robot, thinker, on_chunk=lambda report: setattr(thinker, "seconds", 0.33))
+    report = loop.run(3)
+    assert report.fault is None and report.ticks == 30
+    thinker.seconds = 5.0
+    report = started(clock, robot, thinker).run(3)
+    assert report.fault is not None and report.fault.kind == "stale frame" and report.chunks == 2
+
+
 def test_a_horizon_keeps_chunks_apart_and_hold_makes_the_missing_actions() -> None:
     _, _, thinker = ran(thinks=0.01, execution_horizon=7)
     gaps = np.diff(thinker.asked[1:]) * RATE
@@ -233,10 +244,12 @@ def test_a_horizon_keeps_chunks_apart_and_hold_makes_the_missing_actions() -> No
 
 
 def test_limits_bound_range_and_change() -> None:
-    limits = Limits(np.array([-1.0, 0.0]), np.array([1.0, 2.0]), np.array([0.5, 0.5]))
+    limits = ActionLimits(np.array([-1.0, 0.0]), np.array([1.0, 2.0]), np.array([0.5, 0.5]))
     np.testing.assert_array_equal(limits.applied(np.array([3.0, -1.0]), None), [1, 0])
     np.testing.assert_array_equal(limits.applied(np.array([1.0, 2.0]), np.array([0.0, 1.8])), [0.5, 2])
-    report, robot, _ = ran(seconds=3, limits=Limits(np.array([0.0, 0.0]), np.array([1e9, 4.0]), np.array([1e9, 1.0])))
+    report, robot, _ = ran(
+        seconds=3, limits=ActionLimits(np.array([0.0, 0.0]), np.array([1e9, 4.0]), np.array([1e9, 1.0]))
+    )
     actions = np.stack([action for _, action in robot.sent])
     assert actions[:, 1].max() <= 4 and np.abs(np.diff(actions[:, 1])).max() <= 1
     assert 0 < report.limited_actions < report.ticks

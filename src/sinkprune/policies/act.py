@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
@@ -22,6 +23,13 @@ from sinkprune.policies.deadline import check_costs, check_least_steps
 from sinkprune.policies.observation import SEED, STEPS
 from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations
 from sinkprune.policies.policy import Policy
+from sinkprune.policies.rehearsal import (
+    add_loop_options,
+    check_loop_options,
+    loop_lines,
+    raise_fault,
+    rehearse,
+)
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
@@ -49,6 +57,7 @@ examples:
   sinkprune-act policy --camera wrist=wrist/ --camera base=base/ --instruction "pick up the cup" --state states.csv
   sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv \\
       --deadline-ms 300 --min-steps 4
+  sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv --rate 10
 """
 _NO_CHUNK = "no whole chunk was computed, so nothing was kept."
 _SHOWN = 8
@@ -78,6 +87,17 @@ def main(arguments: Sequence[str] | None) -> None:
     policy = Policy.load(bundle, **options.loading)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, layouts, options)
+    facts = {
+        "method": options.method,
+        "backend": policy.backend.name,
+        "precision": manifest.precision,
+        "load_ms": policy.load_ms,
+        "memory": memory._asdict(),
+        "notes": notes,
+    }
+    if options.rate is not None:
+        _rehearse(policy, observations.moments, options, facts)
+        return
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
     total, ended, kept = len(observations.moments), None, ""
     output = RunningOutput(options.json, options.overlay)
@@ -111,12 +131,7 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
         sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None))
     summary = {
-        "method": options.method,
-        "backend": policy.backend.name,
-        "precision": manifest.precision,
-        "load_ms": policy.load_ms,
-        "memory": memory._asdict(),
-        "notes": notes,
+        **facts,
         "interrupted": interrupted or None,
         "chunks": [
             {"cameras": [None if path is None else str(path) for path in moment.cameras], **chunk.as_json()}
@@ -132,6 +147,17 @@ def main(arguments: Sequence[str] | None) -> None:
         raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} There are {kept}{earlier}") from ended
     if ended:
         raise KeyboardInterrupt(interrupted + earlier) from ended
+    output.end()
+
+
+def _rehearse(policy: Policy, moments: Sequence[Moment], options: Options, facts: dict[str, Any]) -> None:
+    """Run the loop over all moments, print what it did, and write its report."""
+    output = RunningOutput(options.json)
+    with explain_interrupt(_NO_CHUNK), output.until_written("acting"):
+        report, actions = rehearse(policy, moments, options)
+    output.write(loop_lines(report))
+    write_json(options.json, {**facts, "loop": report.as_json(), "actions": actions})
+    raise_fault(report)
     output.end()
 
 
@@ -184,6 +210,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5, or fewer "
         "--steps)",
     )
+    add_loop_options(parser)
     add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
     parser.add_json("the actions and their figures")
     return parser.parse(arguments, Options)
@@ -193,6 +220,7 @@ def _check_combinations(options: Options, observations: Observations) -> None:
     if options.min_steps is not None and options.deadline_ms is None:
         raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
     check_cost_options(options.warm_up, options.costs, options.deadline_ms)
+    check_loop_options(options, observations.moments)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     if options.overlay and len(observations.moments) > 1:

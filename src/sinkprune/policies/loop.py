@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -34,6 +34,7 @@ Join = Literal["switch", "blend", "inpaint"]
 have. `inpaint`: actions that will run before the chunk can arrive are held in its denoising, so that it continues
 them (real-time chunking, arXiv 2506.07339, without its gradient).
 """
+JOINS = get_args(Join)
 HORIZON = WholeNumber("execution_horizon", 1, 10_000)
 RATE_HZ = RealNumber("rate_hz", 0.1, 1000, "0.1 to 1000 ticks a second")
 MAX_AGE_MS = RealNumber("max_age_ms", 1, 3_600_000, "milliseconds, from 1 to 3600000 (an hour)")
@@ -72,7 +73,7 @@ class Observed(NamedTuple):
     """When the oldest frame was taken, by `time.monotonic`; None for the time at which `observe` was called."""
 
 
-class Limits(NamedTuple):
+class ActionLimits(NamedTuple):
     """What an action may be: numbers [width] in the robot's units. Others are limited, and counted."""
 
     low: Array
@@ -81,7 +82,7 @@ class Limits(NamedTuple):
     """The largest change from one tick to the next."""
 
     @classmethod
-    def of(cls, facts: PolicyFacts, most_change: Array | None = None) -> Limits:
+    def of(cls, facts: PolicyFacts, most_change: Array | None = None) -> ActionLimits:
         """Return the range of the checkpoint's statistics: its bounds, or four standard deviations from the mean.
 
         Raises `UsageError` for a policy without statistics.
@@ -107,7 +108,7 @@ hangs), numbers of an action are not finite, or an error of `observe`, the polic
 
 
 @dataclass(frozen=True)
-class Fault:
+class LoopFault:
     """Why a loop stopped sending."""
 
     kind: FaultKind
@@ -210,18 +211,19 @@ class LoopReport:
     """Actions whose tick was past when their chunk arrived."""
     limited_actions: int = 0
     """Actions that were beyond the limits."""
-    fault: Fault | None = None
-
-    def __post_init__(self) -> None:
-        self.lateness_ms, self.frame_age_ms, self.chunk_ms = Histogram(), Histogram(), Histogram()
-        """How late ticks were; the age of the frame behind each action when it was sent; from an observation to the
-        arrival of its chunk, without the first."""
+    lateness_ms: Histogram = field(default_factory=Histogram)
+    """How late ticks were: the `median`, `p99`, `p99.9` and `max`, as of the next two."""
+    frame_age_ms: Histogram = field(default_factory=Histogram)
+    """The age of the frame behind each action when it was sent."""
+    chunk_ms: Histogram = field(default_factory=Histogram)
+    """From an observation to the arrival of its chunk, without the first."""
+    fault: LoopFault | None = None
+    """Why the loop stopped: its `kind`, `message` and `tick`; None where it ran to its end."""
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, for `json.dumps`."""
-        fault = (
-            None if self.fault is None else {name: getattr(self.fault, name) for name in ("kind", "message", "tick")}
-        )
+        names = ("kind", "message", "tick")
+        fault = self.fault and {name: getattr(self.fault, name) for name in names}
         return {
             **vars(self),
             "lateness_ms": self.lateness_ms.as_json(),
@@ -238,7 +240,7 @@ class PolicyLoop:
         report = loop.run(seconds=60)
 
     `observe` returns the newest frames and state; a second thread calls it. `send` gets the action [width] of a tick
-    and must return within the tick. Nothing is sent before the first chunk. An action whose tick is past is dropped.
+    and must return within the tick. Nothing is sent before a chunk is in time. An action of the past is dropped.
     Where the next chunk is late, `hold` makes the action from the last one.
 
     A loop stops sending, and calls `on_fault`, at a frame older than `max_age_ms` behind an action, at an action that
@@ -264,9 +266,9 @@ class PolicyLoop:
         deadline_ms: float | None = None,
         min_steps: int | None = None,
         order: str = "rgb",
-        limits: Limits | None = None,
+        limits: ActionLimits | None = None,
         max_age_ms: float = 1000.0,
-        on_fault: Callable[[Fault], object] = lambda fault: None,
+        on_fault: Callable[[LoopFault], object] = lambda fault: None,
         on_chunk: Callable[[ActionReport], object] = lambda report: None,
         clock: Clock | None = None,
     ) -> None:
@@ -278,8 +280,8 @@ class PolicyLoop:
 
         Raises `UsageError` for numbers out of range and for a way to join that does not exist, and `TypeError`.
         """
-        if join not in get_args(Join):
-            raise UsageError(f"join is {format_value(join)}, expected {', '.join(get_args(Join))}.")
+        if join not in JOINS:
+            raise UsageError(f"join is {format_value(join)}, expected {', '.join(JOINS)}.")
         for name, function in {
             "observe": observe,
             "send": send,
@@ -314,7 +316,7 @@ class PolicyLoop:
         """
         self._ended.clear()
         self._report, self._plan = LoopReport(self._rate, self._join), ActionPlan(self._join)
-        self._fault: Fault | None = None
+        self._fault: LoopFault | None = None
         self._start = math.nan
         self._arrived = threading.Event()
         self._last: _Planned | None = None
@@ -395,7 +397,7 @@ class PolicyLoop:
 
     def _fail(self, kind: FaultKind, message: str, tick: int, error: BaseException | None = None) -> bool:
         """Note the first fault, and end the loop; returns False."""
-        self._fault = self._fault or Fault(kind, message, tick, error)
+        self._fault = self._fault or LoopFault(kind, message, tick, error)
         self._ended.set()
         return False
 
@@ -429,7 +431,8 @@ class PolicyLoop:
                     self._report.chunk_ms.add(1e3 * delays[-1])
                 self._arrive(report, first, taken)
                 self._on_chunk(report)
-                self._clock.wait(self._start + (first + self._horizon) / self._rate)
+                if self._arrived.is_set():
+                    self._clock.wait(self._start + (first + self._horizon) / self._rate)
         except NumericsError as error:
             self._fail("not finite", str(error), self._tick(), error)
         except BaseException as error:
@@ -438,7 +441,9 @@ class PolicyLoop:
     def _arrive(self, report: ActionReport, first: int, taken: float) -> None:
         self._report.chunks += 1
         if math.isnan(self._start):
-            # The arm stands still until the first chunk.
+            if self._report.chunks == 1 and self._clock.now() - taken > self._max_age:
+                # A process's first chunk is slower than later ones. The arm stands still meanwhile.
+                return
             self._plan.add(report.actions, 0, taken, 0)
             self._start = self._clock.now()
             self._arrived.set()

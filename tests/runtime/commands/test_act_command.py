@@ -201,6 +201,31 @@ def test_a_deadline_chooses_budget_and_steps(path: Path, folder: Path) -> None:
     assert deadline["budget"] == late["chunks"][0]["budget"] and late["chunks"][0]["steps"] == 2
 
 
+def test_a_rate_plays_the_moments_in_a_loop(path: Path, folder: Path, tmp_path: Path) -> None:
+    moments, file = ("base", "wrist"), tmp_path / "loop.json"
+    options = ("--state", folder / "states.csv", "--rate", 5, "--budget", BUDGETS[0], "--threads", 1, "--json", file)
+    found = act(path, folder, *options, "--max-age-ms", 60_000, cameras=moments)
+    assert found.code == 0 and f"{FRAMES} ticks at 5 Hz" in found.stdout
+    stored = json.loads(file.read_text())
+    assert stored["loop"]["ticks"] == len(stored["actions"]) == FRAMES and stored["loop"]["fault"] is None
+    stale = act(path, folder, *options[:-2], "--max-age-ms", 1, cameras=moments)
+    assert stale.code == 2 and "the loop stopped at tick 0 (stale frame): " in stale.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "cameras", "message"),
+    [
+        (("--rate", 10), ("base.png", "wrist.png"), "--rate plays recorded moments, and there is one"),
+        (("--join", "blend"), ("base.png", "wrist.png"), "--join is for --rate, which is not given"),
+        (("--rate", 0), ("base", "wrist"), "--rate is 0.0, expected 0.1 to 1000 ticks a second"),
+    ],
+)
+def test_a_loop_that_cannot_be_is_refused(
+    words: tuple[object, ...], cameras: tuple[str, ...], message: str, path: Path, folder: Path
+) -> None:
+    assert_refused(act(path, folder, *words, cameras=cameras), message)
+
+
 @pytest.mark.parametrize("complete", [0, 2])
 def test_an_interrupt_leaves_the_chunks_so_far(
     complete: int, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
