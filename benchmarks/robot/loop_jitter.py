@@ -68,8 +68,9 @@ def main(arguments: Sequence[str] | None) -> None:
     late = report.lateness_ms.as_json()
     sys.stdout.write(
         f"{report.ticks} ticks at {options.rate:g} Hz beside chunks of {report.chunk_ms.quantile(0.5):.0f} ms "
-        f"({steps} steps, {policy.backend.threads} threads): "
-        f"late by {late['median']:.2f} ms (median), {late['p99']:.2f} (p99), {late['p99.9']:.2f} (p99.9), {late['max']:.2f} (most); {report.missed_ticks} missed\n"
+        f"({steps} steps, {policy.backend.threads} threads)\n"
+        f"late by {late['median']:.2f} ms (median), {late['p99']:.2f} (p99), {late['p99.9']:.2f} (p99.9), "
+        f"{late['max']:.2f} (most); {report.missed_ticks} missed\n"
         f"memory: {memory[1]:.0f} MB after 10 s, {memory[-1]:.0f} MB at the end\n"
     )
     write_json(options.json, {"machine": processor_name(), "steps": steps, "memory_mb": memory, **report.as_json()})
