@@ -10,10 +10,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
 
-# A pocket robot picks what its instruction names, pruned: demo-output/robot.gif shows an episode with the kept tokens.
+# A pocket robot picks what its instruction names, pruned: demo-output/robot.gif shows an episode with the kept tokens,
+# and demo-output/loop.gif arms that move while they think, unpruned and pruned, and one whose camera dies.
 demo-robot: .venv/.demo
 	$(BIN)/sinkprune-export demo/pocket-robot -o demo-output/robot --force --max-images 2 --methods sinkpruner,random
 	$(BIN)/python benchmarks/robot/robot_film.py demo-output/robot --budget prune-66.7 --film demo-output/robot.gif
+	$(BIN)/python benchmarks/robot/loop_film.py demo-output/robot --film demo-output/loop.gif
 	$(BIN)/python benchmarks/robot/robot_success.py demo-output/robot --episodes 50
 
 test: lint types pytest

@@ -13,9 +13,10 @@ chunks with the same noise. Ctrl-C keeps the episodes that all cells have run.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,32 +73,46 @@ class _Options:
     plot: Path | None
 
 
-def run_episode(policy: Policy, number: int, cell: Cell) -> Episode:
-    """Return what the robot does in episode `number` of a cell."""
-    table, plan = RobotTable(f"test {number}"), ActionPlan("switch" if cell.way == WAIT else cell.way)  # type: ignore[arg-type]
-    chunks, tick, arrives, first, actions = 0, 0, -1, -HORIZON, np.zeros((0, 3))
+class Tick(NamedTuple):
+    """One tick of an episode."""
+
+    thinks: bool
+    """Whether a chunk is being computed."""
+    acts: bool
+    """Whether the tick had an action, and the gripper did not stand still."""
+    chunks: int
+    """The chunks so far."""
+
+
+def played(policy: Policy, table: RobotTable, seed: int, cell: Cell, dies: float = math.inf) -> Iterator[Tick]:
+    """Play an episode of a cell on `table`, one tick after the other, whose chunks begin with noise from `seed` on.
+
+    The camera `dies` at that tick; no chunk begins from then on.
+    """
+    join: Any = "switch" if cell.way == WAIT else cell.way
+    plan, chunks, tick, arrives, first, actions = ActionPlan(join), 0, 0, -1, -HORIZON, np.zeros((0, 3))
     while not table.done:
         rested = plan.coming(tick, 1) is None if cell.way == WAIT else tick >= first + HORIZON
-        if arrives < 0 and rested:
+        if arrives < 0 and rested and tick < dies:
             held = plan.coming(tick, cell.ticks) if cell.way == "inpaint" and cell.ticks else None
-            report = policy.act(
-                table.cameras(),
-                table.instruction,
-                table.state(),
-                budget=cell.budget,
-                seed=1000 * number + chunks,
-                held=held,
-            )
-            chunks, arrives, first, actions = chunks + 1, tick + cell.ticks, tick, report.actions
+            given = table.cameras(), table.instruction, table.state()
+            actions = policy.act(*given, budget=cell.budget, seed=seed + chunks, held=held).actions
+            chunks, arrives, first = chunks + 1, tick + cell.ticks, tick
         if arrives == tick:
-            if cell.way == WAIT:
-                actions = actions[:HORIZON]
-            plan.add(actions, tick if cell.way == WAIT or chunks == 1 else first, 0.0, tick)
+            alone = cell.way == WAIT or chunks == 1
+            plan.add(actions[:HORIZON] if cell.way == WAIT else actions, tick if alone else first, 0.0, tick)
             arrives = -1
         planned = plan.take(tick)
         table.step(STILL if planned is None else planned.action)
+        yield Tick(arrives >= 0, planned is not None, chunks)
         tick += 1
-    return Episode(table.succeeded, table.steps, chunks)
+
+
+def run_episode(policy: Policy, number: int, cell: Cell) -> Episode:
+    """Return what the robot does in episode `number` of a cell."""
+    table = RobotTable(f"test {number}")
+    *_, last = played(policy, table, 1000 * number, cell)
+    return Episode(table.succeeded, table.steps, last.chunks)
 
 
 @entry_point
