@@ -27,7 +27,7 @@ from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.demo.robot_table import MOST_STEPS, RobotTable
 
 _SIDE, _GAP, _HEAD, _FOOT = 240, 12, 50, 46
-_DIES, _MOST_AGE = 6, 8
+_DIES, _MOST_AGE = 3, 6
 """The tick at which the camera dies, and the ticks after which its last frame is too old."""
 _INK, _GREY, _GOOD, _BAD = (20, 20, 24), (120, 120, 120), (0, 120, 60), (190, 30, 30)
 
@@ -71,7 +71,7 @@ def film(policy: Policy, episode: int) -> list[Image.Image]:
         table, stopped = RobotTable(f"film {episode}"), ""
         own.append(_panel(arm, table, None, ""))
         for number, tick in enumerate(played(policy, table, 1000 * episode, arm.cell, arm.dies), 1):
-            if number > arm.dies + _MOST_AGE - arm.cell.ticks and not table.succeeded:
+            if tick.age > _MOST_AGE and number > arm.dies:
                 stopped = "stopped: stale frame"
             own.append(_panel(arm, table, tick, stopped))
             if stopped:

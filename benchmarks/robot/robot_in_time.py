@@ -82,6 +82,8 @@ class Tick(NamedTuple):
     """Whether the tick had an action, and the gripper did not stand still."""
     chunks: int
     """The chunks so far."""
+    age: float
+    """The ticks since the frames behind the action; 0 without one."""
 
 
 def played(policy: Policy, table: RobotTable, seed: int, cell: Cell, dies: float = math.inf) -> Iterator[Tick]:
@@ -100,11 +102,11 @@ def played(policy: Policy, table: RobotTable, seed: int, cell: Cell, dies: float
             chunks, arrives, first = chunks + 1, tick + cell.ticks, tick
         if arrives == tick:
             alone = cell.way == WAIT or chunks == 1
-            plan.add(actions[:HORIZON] if cell.way == WAIT else actions, tick if alone else first, 0.0, tick)
+            plan.add(actions[:HORIZON] if cell.way == WAIT else actions, tick if alone else first, first, tick)
             arrives = -1
         planned = plan.take(tick)
         table.step(STILL if planned is None else planned.action)
-        yield Tick(arrives >= 0, planned is not None, chunks)
+        yield Tick(arrives >= 0, planned is not None, chunks, 0.0 if planned is None else tick - planned.taken)
         tick += 1
 
 
