@@ -51,7 +51,7 @@ ARMS = (
 def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--episode", type=int, default=0)
+    parser.add_argument("--episode", type=int, default=3)
     parser.add_argument("--film", type=Path, default=Path("loop.gif"))
     options = parser.parse_args(arguments)
     check_outputs([(options.film, (".gif",))], [], [options.bundle])
@@ -71,7 +71,7 @@ def film(policy: Policy, episode: int) -> list[Image.Image]:
         table, stopped = RobotTable(f"film {episode}"), ""
         own.append(_panel(arm, table, None, ""))
         for number, tick in enumerate(played(policy, table, 1000 * episode, arm.cell, arm.dies), 1):
-            if tick.age > _MOST_AGE and number > arm.dies:
+            if tick.age > _MOST_AGE and number > arm.dies and not table.done:
                 stopped = "stopped: stale frame"
             own.append(_panel(arm, table, tick, stopped))
             if stopped:
