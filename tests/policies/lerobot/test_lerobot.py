@@ -128,8 +128,7 @@ def test_the_control_loop_runs_the_engines(folder: Path) -> None:
 def test_the_policy_server_runs_the_engines_for_the_robot_client(folder: Path, server: str) -> None:
     words = ("support.lerobot.table_robot", server, str(folder / "robot-policy"), EPISODE, str(RUN))
     found = json.loads(run(program(*words), folder))
-    # The client drops the first action of every chunk but the first.
-    compare(found, *episode(Policy.load(folder / "robot-bundle", threads=1), skip=1))
+    compare(found, *episode(Policy.load(folder / "robot-bundle", threads=1)))
 
 
 def test_saved_policies_equal_those_of_lerobot(

@@ -26,7 +26,7 @@ from sinkprune import Policy, demo
 from sinkprune.contract.errors import BudgetError, ImageError, PromptError, UsageError
 from sinkprune.demo.robot_table import SIDE, RobotTable
 from support.lerobot.episodes import BUDGET, EPISODE, RUN, SEED, episode
-from support.lerobot.stand_in import FeatureType, PolicyFeature, standing_in
+from support.lerobot.stand_in import FeatureType, PolicyFeature, RTCConfig, standing_in
 from support.models.manifests import name_cameras
 
 MODULE = "sinkprune.policies.lerobot.policy"
@@ -193,6 +193,58 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     assert not torch.equal(*chunks)
 
 
+def test_a_chunk_begins_with_what_runs_before_it_arrives(
+    loaded: Any, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    left = torch.arange(18.0).reshape(6, 3) / 1000
+    chunk = loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)[0]
+    assert_close(chunk, acted(engines, RobotTable(EPISODE), held=left[:3].numpy()))
+    assert_close(chunk[:3], left[:3])
+    assert not torch.allclose(chunk[3], left[3], atol=1e-3)
+
+
+LEFT = torch.arange(1.0, 25).reshape(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({"inference_delay": 3, "execution_horizon": 2}, [LEFT[:2]] * 2),
+        ({"inference_delay": 2, "execution_horizon": 6}, [LEFT[:2]] * 2),
+        ({"inference_delay": 3, "prev_chunk_left_over": torch.stack([LEFT, -LEFT])}, [LEFT[:3], -LEFT[:3]]),
+        ({"inference_delay": 20, "prev_chunk_left_over": LEFT[:4]}, [LEFT[:4]] * 2),
+        # LeRobot 0.6 adds zeros up to the horizon. And some action of a chunk is free.
+        ({"inference_delay": 4, "prev_chunk_left_over": torch.cat([LEFT[:2], torch.zeros(6, 3)])}, [LEFT[:2]] * 2),
+        ({"inference_delay": 20}, [LEFT[:7]] * 2),
+        ({"inference_delay": 3, "rtc_config": RTCConfig(execution_horizon=1)}, [LEFT[:1]] * 2),
+        ({"inference_delay": 3, "rtc_config": RTCConfig(enabled=False)}, [None] * 2),
+        ({"inference_delay": 0}, [None] * 2),
+        ({"inference_delay": 3, "prev_chunk_left_over": None}, [None] * 2),
+        ({"inference_delay": 3, "prev_chunk_left_over": LEFT[:0]}, [LEFT[:0]] * 2),
+    ],
+)
+def test_actions_within_the_delay_and_the_horizon_are_held(
+    options: dict[str, Any],
+    held: list[Any],
+    loaded: Any,
+    batches: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[Any]()
+
+    def act(*observation: Any, held: Any, **options: Any) -> SimpleNamespace:
+        given.append(held)
+        return SimpleNamespace(actions=np.zeros((8, 3), np.float32))
+
+    monkeypatch.setattr(loaded.engines, "act", act)
+    chunking = {"prev_chunk_left_over": LEFT, **options}
+    monkeypatch.setattr(loaded.config, "rtc_config", chunking.pop("rtc_config", None))
+    both = {key: torch.cat([batches[0][key]] * 2) for key in (TABLE, CLOSE, "observation.state")}
+    loaded.predict_action_chunk({**both, "task": "go"}, **chunking)
+    for found, expected in zip(given, held, strict=True):
+        np.testing.assert_equal(found, expected if expected is None else expected.numpy())
+
+
 def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
     make: Make, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +301,12 @@ def test_other_observations_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         loaded.select_action(change(batches[0]))
+
+
+def test_actions_for_another_batch_are_refused(loaded: Any, batches: list[dict[str, Any]]) -> None:
+    left = torch.zeros(2, 8, 3)
+    with pytest.raises(UsageError, match=r"the shape \[2, 8, 3\], expected \[n,width\], or \[1,n,width\] for 1 ob"):
+        loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)
 
 
 @pytest.mark.parametrize(

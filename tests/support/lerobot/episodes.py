@@ -11,15 +11,12 @@ EPISODE, BUDGET, SEED, RUN = "test 2", "prune-66.7", 7, 4
 """An episode of three chunks; the budget; the seed of each chunk's noise; how many of its actions the robot runs."""
 
 
-def episode(policy: Policy, *, skip: int = 0) -> tuple[list[list[float]], bool]:
-    """Return the actions of the episode, and whether the robot picked the named object.
-
-    Of all chunks but the first, the robot skips the first actions.
-    """
+def episode(policy: Policy) -> tuple[list[list[float]], bool]:
+    """Return the actions of the episode, and whether the robot picked the named object."""
     table, actions = RobotTable(EPISODE), list[list[float]]()
     while not table.done:
         chunk = policy.act(table.cameras(), table.instruction, table.state(), budget=BUDGET, seed=SEED).actions
-        for action in chunk[skip if actions else 0 : RUN]:
+        for action in chunk[:RUN]:
             if not table.done:
                 actions.append(np.asarray(action, float).tolist())
                 table.step(action)

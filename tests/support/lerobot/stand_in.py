@@ -40,6 +40,12 @@ class PreTrainedConfig:
         return lambda kind: kind
 
 
+@dataclass
+class RTCConfig:
+    enabled: bool = True
+    execution_horizon: int = 10
+
+
 class PreTrainedPolicy(torch.nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -53,6 +59,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "lerobot.configs.types": {"FeatureType": FeatureType, "PolicyFeature": PolicyFeature},
     "lerobot.policies": {},
     "lerobot.policies.pretrained": {"PreTrainedPolicy": PreTrainedPolicy},
+    "lerobot.policies.rtc": {},
+    "lerobot.policies.rtc.configuration_rtc": {"RTCConfig": RTCConfig},
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import WholeNumber, counted, format_value, type_name, warn_user
@@ -65,6 +66,8 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
     """How many actions of a chunk `select_action` returns before the next chunk (default: all)."""
     backend: str | None = None
     threads: int | None = None
+    rtc_config: RTCConfig | None = None
+    """LeRobot's real-time chunking. Of its fields, `enabled` and `execution_horizon` count."""
     device: str | None = "cpu"
     """Where LeRobot keeps observations and actions. The backend decides where engines run."""
 
@@ -154,6 +157,10 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
             )
         return cls(config, **options).eval()
 
+    def supports_rtc(self) -> bool:
+        """Return that `predict_action_chunk` takes the last chunk's remaining actions; LeRobot 0.6 asks for it."""
+        return True
+
     def reset(self) -> None:
         """Drop the remaining actions of the chunk, at the start of an episode."""
         self._queue: deque[Tensor] = deque()
@@ -167,12 +174,25 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
             self._queue.extend(self.predict_action_chunk(batch, noise)[:, : self._actions].unbind(1))
         return self._queue.popleft()
 
-    def predict_action_chunk(self, batch: Mapping[str, Any], noise: Tensor | None = None) -> Tensor:
+    def predict_action_chunk(
+        self,
+        batch: Mapping[str, Any],
+        noise: Tensor | None = None,
+        *,
+        inference_delay: int | None = None,
+        prev_chunk_left_over: Tensor | None = None,
+        execution_horizon: int | None = None,
+    ) -> Tensor:
         """Return chunks of actions [batch,chunk,width] fp32, in the robot's units, on the device of the state.
 
         `batch` has RGB frames [batch,3,height,width] with values from 0 to 1 as 'observation.images.NAME', the state
         [batch,width] in the robot's units as 'observation.state', and the instructions as 'task', one or one for
         each. Observations run one after another. `noise` [batch,chunk,action_dim] begins the chunks.
+
+        `prev_chunk_left_over` [n,width] or [batch,n,width] has the actions of the last chunk that did not run yet, in
+        the robot's units. The first `inference_delay` of them run before this chunk arrives, and the chunk begins
+        with them: `Policy.act` holds them. LeRobot's own policies also guide later actions, up to the first
+        `execution_horizon` (default: that of `rtc_config`), by gradients. Here, later actions are free.
 
         Raises `UsageError` for missing keys and other shapes, `ImageError` for frames, and what `Policy.act` raises.
         """
@@ -180,6 +200,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         if states.ndim != 2:
             raise UsageError(f"'{STATE}' has the shape {list(states.shape)}, expected [batch,width].")
         tasks = _tasks(batch, len(states))
+        held = self._held(len(states), inference_delay, prev_chunk_left_over, execution_horizon)
         self.reports = [
             self.engines.act(
                 self._frames(batch, row),
@@ -192,6 +213,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
                 deadline_ms=config.deadline_ms,
                 seed=config.seed if noise is None else None,
                 noise=None if noise is None else _numbers(noise[row]),
+                held=held[row],
             )
             for row in range(len(states))
         ]
@@ -210,6 +232,25 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
 
     def _frames(self, batch: Mapping[str, Any], row: int) -> list[Array | None]:
         return [_frame(key, _get(batch, key), row) if size else None for key, size in self._cameras]
+
+    def _held(self, batch: int, delay: int | None, left_over: Tensor | None, horizon: int | None) -> list[Any]:
+        """Return for each chunk of a `batch` the actions [n,width] that are held, or None."""
+        chunking = self.config.rtc_config
+        if left_over is None or not delay or (chunking is not None and not chunking.enabled):
+            return [None] * batch
+        if horizon is None:
+            horizon = delay if chunking is None else chunking.execution_horizon
+        given = _numbers(left_over if left_over.ndim == 3 else left_over[None])
+        if given.ndim != 3 or len(given) not in (1, batch):
+            raise UsageError(
+                f"prev_chunk_left_over has the shape {list(left_over.shape)}, expected [n,width], or "
+                f"[{batch},n,width] for {counted(batch, 'observation')}."
+            )
+        # LeRobot 0.6 adds rows of zeros up to the horizon. They are no actions.
+        rows = np.flatnonzero(given.any(axis=(0, 2)))
+        real = 1 + int(rows[-1]) if len(rows) else 0
+        count = max(0, min(delay, horizon, real, self.engines.facts.chunk - 1))
+        return [*np.broadcast_to(given[:, :count], (batch, count, given.shape[2]))]
 
     def _warm_up(self) -> None:
         frames = [np.zeros((*size, 3), np.uint8) if size else None for _, size in self._cameras]
