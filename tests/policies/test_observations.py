@@ -24,7 +24,14 @@ from sinkprune.contract.errors import (
     UsageError,
 )
 from sinkprune.contract.manifest import Manifest, NumberRanges
-from sinkprune.policies.observation import normalised_state, observed, unusual_state
+from sinkprune.policies.observation import (
+    normalised_actions,
+    normalised_state,
+    observed,
+    robot_actions,
+    unusual_state,
+)
+from support.models.manifests import change_policy
 from support.programs.commands import run
 
 WIDTH, CHUNK, ACTIONS = 5, 5, 4
@@ -217,3 +224,57 @@ def test_an_instruction_ends_in_a_newline_as_in_lerobot(task: str, policy: Polic
     assert prompts.encode(("", observation.prompt)).texts[-1][1:] == expected
     # What a method reads as the question does not depend on the newline either.
     assert observation.instruction == task.removesuffix("\n")
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_relative_actions_are_added_to_the_state_after_their_normalisation_is_undone(
+    ranges: bool, policy: Policy
+) -> None:
+    """LeRobot's order after the model; held actions take the way back. The state has more numbers than an action."""
+    random = np.random.default_rng(0)
+    low, high = random.uniform(-2, -1, 3), random.uniform(0.5, 2, 3)
+    statistics: dict[str, Any] = {
+        "action_mean": (),
+        "action_std": (),
+        "action_range": NumberRanges((*low,), (*high,)),
+    }
+    if not ranges:
+        statistics = {"action_mean": (*low,), "action_std": (*high,), "action_range": None}
+    relative = (True, False, True)
+    facts = replace(policy.facts, **statistics, relative_actions=relative)
+    given = random.standard_normal((1, CHUNK, ACTIONS)).astype(np.float32)
+    state = random.standard_normal(WIDTH).astype(np.float32)
+    found = robot_actions(facts, given, state)
+    for step in range(CHUNK):
+        for place in range(3):
+            number = float(given[0, step, place])
+            if ranges:
+                number = (number + 1) / 2 * (high[place] - low[place]) + low[place]
+            else:
+                number = number * (high[place] + 1e-8) + low[place]
+            expected = number + float(state[place]) if relative[place] else number
+            assert found[step, place] == pytest.approx(expected, abs=1e-6)
+    back = normalised_actions(facts, found[:2], state)
+    np.testing.assert_allclose(back[..., :3], given[:, :2, :3], atol=1e-6)
+    assert back.shape == (1, 2, ACTIONS) and not back[..., 3:].any()
+
+
+def test_a_chunk_of_relative_actions_follows_the_measured_state(
+    policy: Policy, photo: Image.Image, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    relative = (True, False, *[True] * (policy.facts.action_width - 2))
+    changed = Policy.load(
+        change_policy(
+            bundle("pi0", budgets=("prune-88.9",), max_images=2), tmp_path / "relative", relative_actions=relative
+        )
+    )
+    state = np.arange(1.0, WIDTH + 1)
+    given = {"seed": 1, "state": state}
+    plain, found = (act(each, photo, **given).actions for each in (policy, changed))
+    offset = np.where(relative, state[: len(relative)], 0)
+    np.testing.assert_allclose(found, plain + offset, atol=1e-5)
+    held = plain[:2] + 0.3
+    plain, found = (
+        act(each, photo, **given, held=own).actions for each, own in ((policy, held), (changed, held + offset))
+    )
+    np.testing.assert_allclose(found, plain + offset, atol=1e-5)

@@ -298,6 +298,9 @@ class PolicyFacts:
     """The most text tokens of a prompt in the training; None if the checkpoint does not have this number."""
     state_in_prompt: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether the state is text of the prompt (pi0.5, arXiv 2504.16054) and no input of the expert."""
+    relative_actions: tuple[bool, ...] | None = field(default=None, metadata=OPTIONAL)
+    """Which numbers of an action the expert gives relative to the state's number at the same place (LeRobot's
+    `relative_actions_processor`); None for none. Statistics of actions are of these differences."""
 
     @property
     def expert_rows(self) -> int:

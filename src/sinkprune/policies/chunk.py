@@ -194,7 +194,7 @@ def run_chunk(
     rows_per_layer = [text + count for count in report.tokens_per_layer]
     step_ms = [ms[f"step_{number}"] for number in range(budgets.steps)]
     return ActionReport(
-        actions=robot_actions(policy, actions),
+        actions=robot_actions(policy, actions, observation.measured),
         in_robots_units=policy.in_robots_units,
         method=method,
         budget=report.budget,

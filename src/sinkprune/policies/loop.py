@@ -85,8 +85,13 @@ class ActionLimits(NamedTuple):
     def of(cls, facts: PolicyFacts, most_change: Array | None = None) -> ActionLimits:
         """Return the range of the checkpoint's statistics: its bounds, or four standard deviations from the mean.
 
-        Raises `UsageError` for a policy without statistics.
+        Raises `UsageError` for a policy without statistics, or with statistics of relative actions.
         """
+        if facts.relative_actions:
+            raise UsageError(
+                "the policy's statistics are of actions relative to the state, so the actions have no known range. "
+                "Give the limits."
+            )
         if facts.action_range:
             return cls(np.array(facts.action_range.low), np.array(facts.action_range.high), most_change)
         if not facts.action_mean:

@@ -43,6 +43,8 @@ class Observation:
     """What the prompt has as text: the instruction, and the state where it is part of the prompt."""
     state: Array
     """[1,1,state_dim] fp32: normalised, and zeros after the robot's own numbers."""
+    measured: Array
+    """[width] fp32: the state in the robot's units."""
     noise: Array
     """[1,chunk,action_dim] fp32."""
     steps: int
@@ -95,7 +97,9 @@ def observed(
         warn_user(said, UnusualStateWarning)
     if policy.units_note:
         warn_user(policy.units_note, UnitsWarning)
-    return Observation(frames, names, instruction, prompt, normalised, drawn, count, normalised_actions(policy, held))
+    measured = np.asarray(state, np.float32)
+    first = normalised_actions(policy, held, measured)
+    return Observation(frames, names, instruction, prompt, normalised, measured, drawn, count, first)
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
@@ -135,18 +139,28 @@ def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
     )
 
 
-def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
-    """Return [chunk,width] fp32 in the robot's units, of the expert's `actions` [1,chunk,action_dim]."""
+def robot_actions(policy: PolicyFacts, actions: Array, state: Array) -> Array:
+    """Return [chunk,width] fp32 in the robot's units, of the expert's `actions` [1,chunk,action_dim].
+
+    Relative numbers are added to those of `state` [width], the robot's own, after their normalisation is undone.
+    """
+    found = actions[0, :, : policy.action_width]
     if policy.action_range:
         low, extent = _extents(policy.action_range)
-        return (actions[0, :, : len(low)] + np.float32(1)) * extent / np.float32(2) + low
-    if not policy.action_mean:
-        return actions[0, :, : policy.action_width]
-    mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
-    return actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
+        found = (found + np.float32(1)) * extent / np.float32(2) + low
+    elif policy.action_mean:
+        mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
+        found = found * (std + np.float32(1e-8)) + mean
+    return found + _origin(policy, state) if policy.relative_actions else found
 
 
-def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] | Array | None) -> Array:
+def _origin(policy: PolicyFacts, state: Array) -> Array:
+    """Return [width] fp32: the number of the state that each number of an action is relative to, or 0."""
+    relative = np.array(policy.relative_actions)
+    return np.where(relative, state[: len(relative)], np.float32(0))
+
+
+def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] | Array | None, state: Array) -> Array:
     """Return [1,n,action_dim] fp32, as the expert gives them, of `actions` [n,width] in the robot's units.
 
     The inverse of `robot_actions`, with zeros after the robot's own numbers. None stands for no actions. Raises
@@ -158,6 +172,8 @@ def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] |
     if len(given) >= policy.chunk:
         raise UsageError(f"{len(given)} actions are held, expected fewer than the {policy.chunk} of a chunk.")
     values = _floats("held", given, (len(given), width), f"actions of {counted(width, 'number')} each")
+    if policy.relative_actions:
+        values = values - _origin(policy, state)
     if policy.action_range:
         low, extent = _extents(policy.action_range)
         values = np.float32(2) * (values - low) / extent - np.float32(1)

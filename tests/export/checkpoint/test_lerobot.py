@@ -232,7 +232,7 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
         ({"type": "act"}, r"LeRobot's type 'act'\. Supported types: pi0"),
         ({"paligemma_variant": "gemma_9b"}, r"paligemma_variant is 'gemma_9b', expected gemma_2b or gemma_300m"),
         ({"image_resolution": [112, 224]}, r"image_resolution is \[112, 224\], expected a square"),
-        ({"use_relative_actions": True}, "use_relative_actions is true, expected false"),
+        ({"use_relative_actions": True}, "use_relative_actions of config.json, 'relative_.*'absolute_.* differ, exp"),
         ({"rtc_config": {"execution_horizon": 10}}, "rtc_config is enabled.* Write null as rtc_config"),
         ({"normalization_mapping": {"VISUAL": "LOG"}}, "config.json normalises VISUAL by 'LOG'"),
         ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
@@ -293,7 +293,14 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
             "'pi0_new_line_processor' in .* has the setting 'times', which is not known",
         ),
         (before(configured(3, padding_side="left")), "'padding_side' 'left', expected 'right'"),
-        (before(configured(5, enabled=True)), "'relative_actions_processor' in .* 'enabled' True, expected False"),
+        (before(configured(5, enabled=True)), "'relative_actions_processor' in .*'absolute_actions_.* differ"),
+        (after(configured(1, enabled=True)), "'relative_actions_processor' in .*'absolute_actions_.* differ"),
+        (before(configured(5, enabled="yes")), "enabled"),
+        (before(lambda steps: steps.append({**steps.pop(5), "config": {"enabled": True}})), "another order than ren"),
+        (
+            after(lambda steps: steps.insert(0, {**steps.pop(1), "config": {"enabled": True}})),
+            "another order than unn",
+        ),
         (after(configured(0, eps=1e-3)), "in policy_postprocessor.json has the setting 'eps' 0.001, expected 1e-08"),
         (
             after(configured(0, norm_map={"ACTION": "LOG"})),
@@ -317,6 +324,38 @@ def test_pipelines_that_cannot_be_read_are_rejected(
     rewritten(folder, *file)
     with pytest.raises(CheckpointError, match=message):
         translated(folder)
+
+
+@pytest.mark.parametrize(
+    ("excluded", "names", "relative"),
+    [
+        (["gripper"], ["Shoulder.pos", "elbow.pos", "Gripper.pos"], [True, True, False]),
+        (["ELBOW", ""], ["shoulder.pos", "elbow.pos"], [True, False, True]),
+        (["pos"], ["a.pos", "b.pos", "c.pos"], None),
+        (["gripper"], None, [True] * 3),
+        ([], ["a", "b", "c", "d"], [True] * 3),
+    ],
+)
+def test_relative_actions_are_read(
+    excluded: list[str], names: list[str] | None, relative: list[bool] | None, source: Path, tmp_path: Path
+) -> None:
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), use_relative_actions=True)
+    rewritten(folder, *before(configured(5, enabled=True, exclude_joints=excluded, action_names=names)))
+    rewritten(folder, *after(configured(1, enabled=True)))
+    found = translated(folder)
+    assert found.pop("actions_relative", None) == relative
+    wide = write_lerobot_checkpoint(source, tmp_path / "plain", drawn("mean", "std"))
+    assert translated(wide) == found
+
+
+def test_relative_actions_have_numbers_of_the_state(source: Path, tmp_path: Path) -> None:
+    statistics = drawn("mean", "std")
+    statistics["observation.state"] = {name: own[:2] for name, own in statistics["observation.state"].items()}
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", statistics)
+    rewritten(folder, *before(configured(5, enabled=True)))
+    rewritten(folder, *after(configured(1, enabled=True)))
+    with pytest.raises(CheckpointError, match="found 3 values, 3 numbers of an action and 2 of the state"):
+        export_bundle(ExportRequest(str(folder), budgets=(BUDGET,)), tmp_path / "bundle")
 
 
 def test_the_state_of_pi05_is_normalised_before_it_is_text(source: Path, tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def cases(kind: str, side: int) -> dict[str, dict[str, Any]]:
     del found["renamed"]["frames"][TOP]
     if not FORMER:
         found["wide-frames"] = {"frames": {TOP: (75, 100), WRIST: (130, 90)}}
+        found["relative"] = {"relative": True}
+        found["relative-mean"] = {"modes": ("MEAN_STD", "MEAN_STD"), "relative": True}
     return {name: {"modes": ("QUANTILES",) * 2, "frames": square, **case} for name, case in found.items()}
 
 
@@ -88,6 +90,9 @@ def write(kind: str, case: dict[str, Any], policy: Any, folder: Path) -> None:
         key: NormalizationMode(mode) for key, mode in (("VISUAL", "IDENTITY"), ("STATE", state), ("ACTION", action))
     }
     config.input_features[STATE] = PolicyFeature(FeatureType.STATE, (case.get("state", WIDTHS[STATE]),))
+    if case.get("relative"):
+        config.use_relative_actions, config.relative_exclude_joints = True, ["GRIP"]
+        config.action_feature_names = ["shoulder.pos", "Gripper.pos"]
     before, after = make(config, statistics(case))
     # As `lerobot-train` overrides them.
     before.steps[0].rename_map = case.get("renamed", {})

@@ -135,6 +135,7 @@ def _write_pipelines(
     )
     after: list[dict[str, Any]] = [
         {"registry_name": "unnormalizer_processor", "config": normaliser},
+        {"registry_name": "absolute_actions_processor", "config": {"enabled": False}},
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
     ]
     flat = {f"{key}.{name}": values for key, own in statistics.items() for name, values in own.items()}

@@ -27,9 +27,14 @@ def write_data(root: Path, data: Any) -> None:
 
 def name_cameras(bundle: Path, folder: Path, *names: str) -> Path:
     """Write `bundle` again into the new `folder`, as of a checkpoint whose cameras have `names`, or have none."""
+    return change_policy(bundle, folder, cameras=names or None)
+
+
+def change_policy(bundle: Path, folder: Path, **facts: Any) -> Path:
+    """Write `bundle` again into the new `folder`, as of a policy with other `facts`."""
     shutil.copytree(bundle, folder)
     data = manifest_data(folder)
-    data["policy"]["cameras"] = names or None
+    data["policy"] |= facts
     write_data(folder, data)
     return folder
 

@@ -59,11 +59,12 @@ _FORMER_MODES = {"VISUAL": _IDENTITY, "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 _BEFORE, _AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
 _RENAMING, _TOKENIZING = "rename_observations_processor", "tokenizer_processor"
 _NORMALISER, _UNNORMALISER = "normalizer_processor", "unnormalizer_processor"
+_RELATIVITY = _RELATIVE, _ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 _PROMPTS = {"pi0": "pi0_new_line_processor", "pi05": "pi05_prepare_state_tokenizer_processor_step"}
 """The step that writes the text of the prompt, by LeRobot's `type`."""
 _ORDERS = {
-    "pi0": ((_RENAMING, _NORMALISER), (_PROMPTS["pi0"], _TOKENIZING)),
-    "pi05": ((_RENAMING, _NORMALISER, _PROMPTS["pi05"], _TOKENIZING),),
+    "pi0": ((_RENAMING, _RELATIVE, _NORMALISER), (_PROMPTS["pi0"], _TOKENIZING)),
+    "pi05": ((_RENAMING, _RELATIVE, _NORMALISER, _PROMPTS["pi05"], _TOKENIZING),),
 }
 """The steps before the model whose order changes what the model gets: each comes once, in this order."""
 _FORMER_TENSORS = {
@@ -72,16 +73,16 @@ _FORMER_TENSORS = {
 }
 """Where the weights of LeRobot up to 0.3 have statistics."""
 _ANYWHERE = {
-    _BEFORE: ("to_batch_processor", "device_processor", "relative_actions_processor"),
-    _AFTER: ("to_batch_processor", "device_processor", "absolute_actions_processor"),
+    _BEFORE: ("to_batch_processor", "device_processor"),
+    _AFTER: ("to_batch_processor", "device_processor"),
 }
 """Steps that change no number with the settings below."""
 _SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     _RENAMING: {"rename_map": ()},
     "to_batch_processor": {},
     "device_processor": {"device": (), "float_dtype": (None, "float32", "float")},
-    "relative_actions_processor": {"enabled": (False,), "exclude_joints": (), "action_names": ()},
-    "absolute_actions_processor": {"enabled": (False,)},
+    _RELATIVE: {"enabled": (), "exclude_joints": (), "action_names": ()},
+    _ABSOLUTE: {"enabled": ()},
     _PROMPTS["pi0"]: {},
     _PROMPTS["pi05"]: {"task_key": ("task",), "max_state_dim": ()},
     _TOKENIZING: {
@@ -109,7 +110,6 @@ class _Feature(TypedDict):
 class _Switches(TypedDict, total=False):
     """Settings that change what a policy computes. All are false by default, and must be."""
 
-    use_relative_actions: bool | None
     adapt_to_pi_aloha: bool | None
     use_delta_joint_actions_aloha: bool | None
     use_peft: bool | None
@@ -142,6 +142,7 @@ class _Fields(PolicyFields, _Switches, total=False):
     empty_cameras: Annotated[int, Bounds(0, 64)]
     tokenizer_max_length: Annotated[int, Bounds(1, 1 << 14)]
     rtc_config: dict[str, Any] | None
+    use_relative_actions: bool | None
 
 
 _Statistics = tuple[str, Mapping[str, Array]]
@@ -155,6 +156,9 @@ class _StepConfig(TypedDict, total=False):
     rename_map: dict[str, Name]
     tokenizer_name: Name
     max_length: Annotated[int, Bounds(1, 1 << 14)]
+    enabled: bool
+    exclude_joints: list[Annotated[str, Bounds(0, 200)]]
+    action_names: list[Name] | None
 
 
 _Step = TypedDict(
@@ -297,7 +301,7 @@ def _side(source: str, known: Mapping[str, Any]) -> int:
 
 def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the processor_config.json of transformers' form: names of cameras, statistics, the longest prompt."""
-    cameras, longest = _cameras(source, known), known.get("tokenizer_max_length")
+    cameras, longest, relative = _cameras(source, known), known.get("tokenizer_max_length"), list[bool]()
     most = {STATE: known.get("max_state_dim", 32), ACTION: known.get("max_action_dim", 32)}
     features = {**(known.get("input_features") or {}), **(known.get("output_features") or {})}
     widths = {
@@ -305,11 +309,13 @@ def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, An
         for key, limit in most.items()
     }
     modes = _checked_modes(source, "config.json", known.get("normalization_mapping") or {})
-    if "resize_imgs_with_padding" in known and not any(has_entry(folder, name) for name in (_BEFORE, _AFTER)):
+    former = "resize_imgs_with_padding" in known and not known.get("use_relative_actions")
+    if former and not any(has_entry(folder, name) for name in (_BEFORE, _AFTER)):
         found = _former_statistics(source, folder, {**_FORMER_MODES, **modes}, cameras)
     else:
         before = _Pipeline(source, folder, _BEFORE, _ORDERS[known["type"]], _PROMPTS[known["type"]])
-        after = _Pipeline(source, folder, _AFTER, ((_UNNORMALISER,),))
+        after = _Pipeline(source, folder, _AFTER, ((_UNNORMALISER, _ABSOLUTE),))
+        relative = _relative_actions(source, before, after, known.get("use_relative_actions"), widths[ACTION])
         for camera in cameras:
             mode, frames = before.statistics(modes, camera, "VISUAL")
             if mode != _IDENTITY and frames:
@@ -325,6 +331,7 @@ def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, An
         **_normalisation(source, "state", *found[STATE], widths[STATE], most[STATE]),
         **_normalisation(source, "actions", *found[ACTION], widths[ACTION], widths[ACTION]),
         **({"most_prompt_tokens": longest} if longest else {}),
+        **({"actions_relative": relative} if any(relative) else {}),
     }
 
 
@@ -398,9 +405,11 @@ class _Pipeline:
             if "state_file" in step and kind not in (_NORMALISER, _UNNORMALISER):
                 raise _error(source, f"the step '{kind}' in {name} has a state_file, which is not known", _DIFFERENT)
             found[kind] = step
+        # A step that is off changes nothing.
+        on = [kind for kind in found if found[kind].get("config", {}).get("enabled", kind not in _RELATIVITY)]
         for order in orders:
-            right = [kind for kind in order if kind in found]
-            if right != [kind for kind in found if kind in order]:
+            right = [kind for kind in order if kind in on]
+            if right != [kind for kind in found if kind in right]:
                 raise self._error(f"its steps in another order than {', '.join(right)}")
         if needed and needed not in found:
             raise self._error(f"no step '{needed}'")
@@ -437,6 +446,31 @@ class _Pipeline:
 
     def _error(self, found: str) -> CheckpointError:
         return _error(self._source, f"{self._name} has {found}", _DIFFERENT)
+
+
+def _relative_actions(
+    source: str, before: _Pipeline, after: _Pipeline, configured: bool | None, width: int
+) -> list[bool]:
+    """Return which of the `width` numbers of an action are relative to the state; an empty list for none.
+
+    As LeRobot's `RelativeActionsProcessorStep`: a joint is excluded by a part of its name in any case, and none is
+    excluded where actions have no names.
+    """
+    own, inverse = before.config(_RELATIVE), after.config(_ABSOLUTE)
+    enabled = own.get("enabled", False)
+    if {enabled, inverse.get("enabled", False)} != {enabled if configured is None else configured}:
+        raise _error(
+            source,
+            f"use_relative_actions of config.json, '{_RELATIVE}' in {_BEFORE} and '{_ABSOLUTE}' in {_AFTER} differ, "
+            "expected all or none",
+            "Save the policy and its pipelines again.",
+        )
+    if not enabled:
+        return []
+    excluded = [joint.lower() for joint in own.get("exclude_joints", []) if joint]
+    names = [name.lower() for name in own.get("action_names") or []][:width]
+    relative = [not any(joint in name for joint in excluded) for name in names]
+    return relative + [True] * (width - len(relative))
 
 
 def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping[str, str]:

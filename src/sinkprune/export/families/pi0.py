@@ -54,6 +54,7 @@ class _PolicyFields(TypedDict, total=False):
     actions_width: Annotated[int, Bounds(1, 1 << 12)]
     cameras: Annotated[list[Name], Bounds(1, 64)]
     most_prompt_tokens: Annotated[int, Bounds(1, 1 << 14)]
+    actions_relative: Annotated[list[bool], Bounds(1, 1 << 12)]
 
 
 def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str, int]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str,
         check(f"{name}_{first} has at most {most} numbers", lengths[0], holds=lengths[0] <= most)
         return one, other
 
-    facts: dict[str, Any] = {}
+    facts, numbers = dict[str, Any](), dict[str, int]()
     for name, own in (("state", "state"), ("actions", "action")):
         mean, std = pair(name, "mean", "std")
         check(f"{name}_std has no number below 0", list(std), holds=all(value >= 0 for value in std))
@@ -88,11 +89,19 @@ def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str,
             f"{own}_range": NumberRanges(low, high) if low else None,
             f"{own}_numbers": found.get(f"{name}_width"),
         }
+        numbers[name] = len(mean) or len(low) or facts[f"{own}_numbers"] or widths[name]
+    relative = found.get("actions_relative") or []
+    check(
+        "actions_relative has a value for each number of an action, and the state has these numbers too",
+        f"{len(relative)} values, {numbers['actions']} numbers of an action and {numbers['state']} of the state",
+        holds=not relative or len(relative) == numbers["actions"] <= numbers["state"],
+    )
     cameras = found.get("cameras")
     return {
         **facts,
         "cameras": tuple(cameras) if cameras else None,
         "most_prompt_tokens": found.get("most_prompt_tokens"),
+        "relative_actions": tuple(relative) or None,
     }
 
 
