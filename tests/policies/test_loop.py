@@ -41,8 +41,8 @@ class Robot:
 class Thinker:
     """A policy that takes its time. Its action i is [when it was asked, i]."""
 
-    def __init__(self, clock: VirtualClock, seconds: float = 0.33) -> None:
-        self.clock, self.seconds = clock, seconds
+    def __init__(self, clock: VirtualClock, seconds: float = 0.33, most_held: int | None = None) -> None:
+        self.clock, self.seconds, self.facts = clock, seconds, SimpleNamespace(most_held=most_held)
         self.asked: list[float] = []
         self.held: list[Array | None] = []
 
@@ -59,9 +59,11 @@ def started(clock: VirtualClock, robot: Any, thinker: Any, **options: Any) -> Po
     return PolicyLoop(thinker, robot.observe, robot.send, "go", **options)
 
 
-def ran(seconds: float = 5.0, thinks: float = 0.33, **options: Any) -> tuple[LoopReport, Robot, Thinker]:
+def ran(
+    seconds: float = 5.0, thinks: float = 0.33, most_held: int | None = None, **options: Any
+) -> tuple[LoopReport, Robot, Thinker]:
     clock = VirtualClock()
-    robot, thinker = Robot(clock), Thinker(clock, thinks)
+    robot, thinker = Robot(clock), Thinker(clock, thinks, most_held)
     return started(clock, robot, thinker, **options).run(seconds), robot, thinker
 
 
@@ -131,6 +133,12 @@ def test_inpainting_holds_what_will_run_until_the_chunk_can_arrive() -> None:
         assert held is not None and len(held) == 4
         ticks = sorted(time for time in sent if time >= asked - 1e-6)[:3]
         np.testing.assert_allclose(np.stack([sent[tick] for tick in ticks]), held[:3])
+
+
+@pytest.mark.parametrize("join", ["inpaint", "trained"])
+def test_no_more_is_held_than_in_the_training(join: Any) -> None:
+    report, _, thinker = ran(join=join, most_held=2)
+    assert report.fault is None and {len(held) for held in thinker.held[2:] if held is not None} == {2}
 
 
 class Boom(Exception):
@@ -269,14 +277,15 @@ def test_a_loop_stops_when_it_is_told_and_runs_again() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"join": "glue"}, "join is 'glue', expected switch, blend, inpaint"),
+        ({"join": "glue"}, "join is 'glue', expected switch, blend, inpaint, trained"),
+        ({"join": "trained"}, "join is 'trained', and the policy's checkpoint was not trained with held actions"),
         ({"rate_hz": 0}, "rate_hz is 0"),
         ({"max_age_ms": math.nan}, "max_age_ms is nan"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        started(VirtualClock(), Robot(VirtualClock()), None, **options)
+        started(VirtualClock(), Robot(VirtualClock()), Thinker(VirtualClock()), **options)
 
 
 def test_quantiles_are_within_one_percent() -> None:

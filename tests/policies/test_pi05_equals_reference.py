@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,10 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.families.pi0 import state_prompt
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
@@ -108,6 +113,47 @@ def test_the_other_dialect_prunes_as_the_reference_masks(
     policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference], photo: Image.Image
 ) -> None:
     assert_equals_masked(policy("pi0.5", "opset20"), reference("pi0.5"), "pi0.5", "prune-77.8", frames(photo))
+
+
+def test_held_actions_have_the_time_0_of_their_training(
+    checkpoint: Callable[[str], Path],
+    policy: Callable[..., Policy],
+    reference: Callable[[str], Pi05Reference],
+    photo: Image.Image,
+    tmp_path: Path,
+) -> None:
+    source = shutil.copytree(checkpoint("pi0.5"), tmp_path / "trained")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rtc_training_max_delay": 3}))
+    export_bundle(ExportRequest(str(source), budgets=BUDGETS, max_images=3), tmp_path / "bundle")
+    trained, plain, torch_model, seen = (
+        Policy.load(tmp_path / "bundle"),
+        policy("pi0.5"),
+        reference("pi0.5"),
+        frames(photo),
+    )
+    graphs = [
+        {name: each.bundle.manifest.files[spec.file].sha256 for name, spec in each.bundle.manifest.graphs.items()}
+        for each in (trained, plain)
+    ]
+    assert {name for name in graphs[0] if graphs[0][name] != graphs[1].get(name)} == {"expert"}
+    state, noise = drawn(trained)
+    torch_model.text = state_text(INSTRUCTION, normalised(trained, state))
+    caches = torch_model.prefix_cache(seen)
+    rows = caches[0][0].shape[2]
+    given = [np.ones(rows, bool)] * len(caches), rows, noise, STEPS
+    width = trained.facts.action_width
+    held = np.random.default_rng(3).standard_normal((3, noise.shape[1]))
+    held[:, width:] = 0
+    for count in (0, 2, 3):
+        expected = in_robots_units(trained, torch_model.chunk(caches, *given, held[:count]))
+        own = in_robots_units(trained, held[:count])
+        found = trained.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, held=own).actions
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    inpainted = plain.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, held=own).actions
+    assert np.abs(inpainted - expected).max() > 1e-2
+    with pytest.raises(UsageError, match="4 actions are held, expected 3 at most, as in the training"):
+        trained.act(seen, INSTRUCTION, state, held=np.zeros((4, width)))
 
 
 def assert_equals_masked(

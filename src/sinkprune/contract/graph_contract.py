@@ -107,6 +107,9 @@ class _Interfaces:
             takes.append(TensorSpec("state", "float32", (1, 1, policy.state_dim)))
         takes += [embedding, *(modulation if self._manifest.modulates else [])]
         takes.append(TensorSpec("step", "float32", (1,)))
+        if policy.most_held:
+            held = self._floats("modulation_held", 1, rows, policy.expert.hidden_size)
+            takes += [held, TensorSpec("held", "int64", (1,))]
         for segment, layers in enumerate(self._manifest.segments):
             takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))
             for name in (f"past_{kind}_{layer}" for layer in layers for kind in ("key", "value")):

@@ -301,6 +301,9 @@ class PolicyFacts:
     relative_actions: tuple[bool, ...] | None = field(default=None, metadata=OPTIONAL)
     """Which numbers of an action the expert gives relative to the state's number at the same place (LeRobot's
     `relative_actions_processor`); None for none. Statistics of actions are of these differences."""
+    most_held: Few | None = field(default=None, metadata=OPTIONAL)
+    """The most actions at the start of a chunk that were held in the training (LeRobot's `rtc_training_max_delay`,
+    arXiv 2512.05964). Their time is 0 in each step. None if the training held none."""
 
     @property
     def expert_rows(self) -> int:

@@ -48,6 +48,13 @@ class StepTimes:
         embedded = time_embeddings(self._policy, times)
         return [self._of(float(time), row[None, None]) for time, row in zip(times, embedded, strict=True)]
 
+    def inputs_of_held(self, held: int) -> dict[str, Tensor]:
+        """Return what a policy that was trained with held actions takes: `held` have time 0. Called in a `turn`."""
+        if not self._policy.most_held:
+            return {}
+        own = self._of(0.0, time_embeddings(self._policy, np.zeros(1))[None])[MODULATION]
+        return {"modulation_held": own, "held": self._chain.backend.tensor(np.array([held], np.int64))}
+
     def load(self, most: int) -> None:
         """Compute the inputs of any number of steps up to `most`, as far as they are remembered; in a `turn`."""
         for steps in range(most, 0, -1):
@@ -94,7 +101,8 @@ def denoise(
 
     The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
     transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each step:
-    `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). The caches do not move between
+    `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy that
+    was trained with held actions. The caches do not move between
     steps. Raises `NumericsError` for actions that are not finite.
     """
     backend, rows = chain.backend, policy.expert_rows
@@ -111,6 +119,7 @@ def denoise(
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
     actions, held = backend.tensor(observation.noise), observation.held.shape[1]
+    fixed |= times.inputs_of_held(held)
     # The held actions, then the rows after them.
     order = np.concatenate([np.arange(held), held + np.arange(held, policy.chunk)])
 
@@ -122,7 +131,7 @@ def denoise(
     for number, own in enumerate(times.inputs(observation.steps)):
         with clock.measure(f"step_{number}"):
             if held:
-                actions = with_held(actions, 1 - number / observation.steps)
+                actions = with_held(actions, 0 if policy.most_held else 1 - number / observation.steps)
             actions = chain.last({**fixed, **own, "actions": actions})["actions_out"]
     found = np.array(backend.numpy(actions))
     found[:, :held] = observation.held

@@ -27,12 +27,13 @@ from sinkprune.policies.observation import Cameras
 from sinkprune.policies.policy import Policy
 from sinkprune.policies.report import ActionReport
 
-Join = Literal["switch", "blend", "inpaint"]
+Join = Literal["switch", "blend", "inpaint", "trained"]
 """How a new chunk joins the one that runs.
 
 `switch`: its actions replace the old ones. `blend`: the weight of the new ones rises evenly over the ticks that both
 have. `inpaint`: actions that will run before the chunk can arrive are held in its denoising, so that it continues
-them (real-time chunking, arXiv 2506.07339, without its gradient).
+them (real-time chunking, arXiv 2506.07339, without its gradient). `trained`: they are held as in the training of the
+checkpoint (arXiv 2512.05964), as many as there at most.
 """
 JOINS = get_args(Join)
 HORIZON = WholeNumber("execution_horizon", 1, 10_000)
@@ -283,10 +284,16 @@ class PolicyLoop:
         move needs several. `hold` makes the action of a tick without a new one from the last: the same is right for
         positions, `np.zeros_like` for movements. `on_chunk` gets the report of each chunk, in the second thread.
 
-        Raises `UsageError` for numbers out of range and for a way to join that does not exist, and `TypeError`.
+        Raises `UsageError` for numbers out of range and for a way to join that does not exist, for `trained` with a policy that
+        was not trained with held actions, and `TypeError`.
         """
         if join not in JOINS:
             raise UsageError(f"join is {format_value(join)}, expected {', '.join(JOINS)}.")
+        if join == "trained" and not policy.facts.most_held:
+            raise UsageError(
+                "join is 'trained', and the policy's checkpoint was not trained with held actions (LeRobot's "
+                "rtc_training_max_delay). Take 'inpaint'."
+            )
         for name, function in {
             "observe": observe,
             "send": send,
@@ -424,8 +431,9 @@ class PolicyLoop:
                 began, first = self._clock.now(), self._tick()
                 taken = asked if observed.taken is None else observed.taken
                 held = None
-                if delays and self._join == "inpaint":
-                    held = self._plan.coming(first, math.ceil(max(delays) * self._rate))
+                if delays and self._join in ("inpaint", "trained"):
+                    late = math.ceil(max(delays) * self._rate)
+                    held = self._plan.coming(first, min(late, self._policy.facts.most_held or late))
                 step = "act"
                 report = self._policy.act(
                     observed.cameras, self._instruction, observed.state, **self._options, held=held

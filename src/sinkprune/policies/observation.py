@@ -171,6 +171,8 @@ def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] |
         return np.zeros((1, 0, policy.action_dim), np.float32)
     if len(given) >= policy.chunk:
         raise UsageError(f"{len(given)} actions are held, expected fewer than the {policy.chunk} of a chunk.")
+    if policy.most_held and len(given) > policy.most_held:
+        raise UsageError(f"{len(given)} actions are held, expected {policy.most_held} at most, as in the training.")
     values = _floats("held", given, (len(given), width), f"actions of {counted(width, 'number')} each")
     if policy.relative_actions:
         values = values - _origin(policy, state)

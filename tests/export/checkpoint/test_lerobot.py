@@ -233,6 +233,7 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
         ({"paligemma_variant": "gemma_9b"}, r"paligemma_variant is 'gemma_9b', expected gemma_2b or gemma_300m"),
         ({"image_resolution": [112, 224]}, r"image_resolution is \[112, 224\], expected a square"),
         ({"use_relative_actions": True}, "use_relative_actions of config.json, 'relative_.*'absolute_.* differ, exp"),
+        ({"rtc_training_max_delay": 2}, "rtc_training_max_delay is below chunk_size, and 0 in pi0; found 2"),
         ({"rtc_config": {"execution_horizon": 10}}, "rtc_config is enabled.* Write null as rtc_config"),
         ({"normalization_mapping": {"VISUAL": "LOG"}}, "config.json normalises VISUAL by 'LOG'"),
         ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
@@ -359,8 +360,11 @@ def test_relative_actions_have_numbers_of_the_state(source: Path, tmp_path: Path
 
 
 def test_the_state_of_pi05_is_normalised_before_it_is_text(source: Path, tmp_path: Path) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), kind="pi05")
+    changes = {"kind": "pi05", "rtc_training_max_delay": 4}
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), **changes)
     translated(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert translated_files("hub", folder, config)["config.json"]["rtc_training_max_delay"] == 4
     rewritten(folder, *before(lambda steps: steps.append(steps.pop(2))))
     with pytest.raises(CheckpointError, match="another order than rename_observations_processor, normalizer_process"):
         translated(folder)

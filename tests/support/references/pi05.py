@@ -64,18 +64,30 @@ class Pi05Reference(Pi0Reference):
         return product + self.tensors.get(f"{name}.bias", np.float64(0))
 
     def norm(self, name: str, rows: Array, condition: Array) -> tuple[Array, Array]:
-        """The rows over their root mean square, scaled and shifted by the condition; and the gate."""
-        scale, shift, gate = np.split(self.linear(f"{EXPERT}{name}.dense", condition), 3)
+        """The rows over their root mean square, scaled and shifted by their conditions; and the gates."""
+        scale, shift, gate = np.split(self.linear(f"{EXPERT}{name}.dense", condition), 3, axis=1)
         small = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + self.config.dit_config.rms_norm_eps)
         return small * (1 + scale) + shift, gate
 
     def chunk(
-        self, caches: Sequence[tuple[Array, Array]], visible: Sequence[Array], position: int, noise: Array, steps: int
+        self,
+        caches: Sequence[tuple[Array, Array]],
+        visible: Sequence[Array],
+        position: int,
+        noise: Array,
+        steps: int,
+        held: Array | None = None,
     ) -> Array:
-        """[chunk,action_dim] of the expert. In each layer it sees the rows `visible` [S] of the cache [1,1,S,h]."""
+        """[chunk,action_dim] of the expert. In each layer it sees the rows `visible` [S] of the cache [1,1,S,h].
+
+        The first actions are those `held`, at time 0 (arXiv 2512.05964, LeRobot's policies/pi05).
+        """
         actions, expert = noise.astype(np.float64), self.config.dit_config
+        first = actions[:0] if held is None else held
         for step in range(steps):
-            condition = time_embedding(1 - step / steps, expert.hidden_size, 4e-3, 4.0)
+            actions[: len(first)] = first
+            times = [0.0 if row < len(first) else 1 - step / steps for row in range(len(actions))]
+            condition = np.stack([time_embedding(time, expert.hidden_size, 4e-3, 4.0) for time in times])
             condition = silu(self.linear("time_mlp_out", silu(self.linear("time_mlp_in", condition))))
             rows = self.linear("action_in_proj", actions)
             for number, ((keys, values), seen) in enumerate(zip(caches, visible, strict=True)):
@@ -91,6 +103,7 @@ class Pi05Reference(Pi0Reference):
                 rows = rows + gate * self.linear(f"{EXPERT}{name}.mlp.down_proj", inner)
             velocity = self.linear("action_out_proj", self.norm("norm", rows, condition)[0])
             actions = actions - velocity / steps
+        actions[: len(first)] = first
         return actions
 
     def attention(self, name: str, rows: Array, keys: Array, values: Array, position: int) -> Array:

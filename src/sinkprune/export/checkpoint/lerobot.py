@@ -126,6 +126,7 @@ class PolicyFields(TypedDict, total=False):
     num_inference_steps: Annotated[int, Bounds(1, 1 << 10)]
     min_period: _Period
     max_period: _Period
+    rtc_training_max_delay: Annotated[int, Bounds(0, 1 << 10)]
 
 
 class _Fields(PolicyFields, _Switches, total=False):

@@ -170,6 +170,7 @@ class Pi0(LlamaShaped):
         super().__init__(source, config)
         vision, expert = self._config.vlm_config.vision_config, self._config.dit_config
         blocks, lm = vision.num_hidden_layers, self.language_model
+        most_held = getattr(self._config, "rtc_training_max_delay", 0)
         tower = self._square_tower(vision, blocks)
         shared = [
             (expert.num_hidden_layers, lm.num_layers),
@@ -186,6 +187,11 @@ class Pi0(LlamaShaped):
                     shared,
                 ),
                 ("dit_config.hidden_size is even", expert.hidden_size % 2 == 0, expert.hidden_size),
+                (
+                    "rtc_training_max_delay is below chunk_size, and 0 in pi0",
+                    most_held < (self._config.chunk_size if self.state_in_prompt else 1),
+                    most_held,
+                ),
             ]
         )
         self.embedding_scale = lm.hidden_size**0.5
@@ -196,6 +202,7 @@ class Pi0(LlamaShaped):
             chunk=self._config.chunk_size,
             state_dim=self._config.max_state_dim,
             action_dim=self._config.max_action_dim,
+            most_held=most_held,
         )
 
     @property
@@ -262,6 +269,7 @@ class Pi0(LlamaShaped):
             float(config.max_period),
             **numbers,
             state_in_prompt=self.state_in_prompt or None,
+            most_held=expert.most_held or None,
         )
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:

@@ -36,6 +36,8 @@ class ActionExpert:
     chunk: int
     state_dim: int
     action_dim: int
+    most_held: int = 0
+    """The most held actions of the training, whose time is 0; 0 if all actions had one time."""
 
 
 def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[range]) -> None:
@@ -144,6 +146,12 @@ def build_adaptive_expert(graph: WeightedGraph, expert: ActionExpert, segments: 
     actions = graph.input("actions", [1, expert.chunk, expert.action_dim], _FLOAT)
     modulation, step = graph.input("modulation", [1, 3 * len(names), width]), graph.input("step", [1], _FLOAT)
     parts = op.Split(modulation, axis=1, num_outputs=3 * len(names), _outputs=3 * len(names))
+    if expert.most_held:
+        still = graph.input("modulation_held", [1, 3 * len(names), width])
+        rows = op.Constant(value=ir.tensor(np.arange(expert.chunk)[None, :, None]))
+        is_held = op.Less(rows, graph.input("held", [1], _INT64))
+        held_parts = op.Split(still, axis=1, num_outputs=len(parts), _outputs=len(parts))
+        parts = [op.Where(is_held, own, part) for own, part in zip(held_parts, parts, strict=True)]
     ones = op.Constant(value=ir.tensor(np.ones(width, graph.precision.numpy)))
 
     def norm(graph: WeightedGraph, llama: Llama, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:

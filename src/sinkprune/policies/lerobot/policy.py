@@ -68,6 +68,8 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
     threads: int | None = None
     rtc_config: RTCConfig | None = None
     """LeRobot's real-time chunking. Of its fields, `enabled` and `execution_horizon` count."""
+    rtc_training_max_delay: int = 0
+    """The most held actions of the policy's training. The policy sets it; LeRobot after 0.6.1 reads it."""
     device: str | None = "cpu"
     """Where LeRobot keeps observations and actions. The backend decides where engines run."""
 
@@ -121,6 +123,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         super().__init__(config)
         self.engines = Policy.load(config.bundle, backend=config.backend, threads=config.threads)
         facts, manifest = self.engines.facts, self.engines.bundle.manifest
+        config.rtc_training_max_delay = facts.most_held or 0
         manifest.plan(config.method, config.budget)
         if not facts.in_robots_units:
             raise UsageError(
@@ -246,10 +249,11 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
                 f"prev_chunk_left_over has the shape {list(left_over.shape)}, expected [n,width], or "
                 f"[{batch},n,width] for {counted(batch, 'observation')}."
             )
+        facts = self.engines.facts
         # LeRobot 0.6 adds rows of zeros up to the horizon. They are no actions.
         rows = np.flatnonzero(given.any(axis=(0, 2)))
         real = 1 + int(rows[-1]) if len(rows) else 0
-        count = max(0, min(delay, horizon, real, self.engines.facts.chunk - 1))
+        count = max(0, min(delay, horizon, real, facts.most_held or facts.chunk - 1))
         return [*np.broadcast_to(given[:, :count], (batch, count, given.shape[2]))]
 
     def _warm_up(self) -> None:
