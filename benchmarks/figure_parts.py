@@ -87,7 +87,7 @@ _TUNED = (
 PARTS = {
     "savings": Part(
         (
-            "sinkprune-export llava-1.1b --random-weights -o {work}/llava-1.1b --force",
+            "sinkprune-export llava-1.1b --random-weights --weights int4 -o {work}/llava-1.1b --force",
             "python demo/photo.py {work}/coffee.jpg",
             "sinkprune-profile {work}/llava-1.1b --image {work}/coffee.jpg "
             "--prompt 'What is in the cup, and what lies on the saucer?' "

@@ -3,6 +3,7 @@
     python benchmarks/figures.py                    # savings: about five minutes on two cores
     python benchmarks/figures.py savings            # one part
     python benchmarks/figures.py --render           # no measuring: writes the tables of the kept measurements again
+    python benchmarks/figures.py methods varied --render    # and draws the pictures of these parts
     python benchmarks/figures.py varied --rows dart,fastv    # rows of single methods; the others stay
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None) -> None:
     elif not options.render:
         for name in parts:
             _keep(name, _measure(name))
+    if options.render:
+        _draw(parts)
     kept = {
         name: json.loads(path.read_text("utf-8")) for name in PARTS if (path := ROOT / KEPT / f"{name}.json").exists()
     }
@@ -66,6 +69,14 @@ def main(arguments: Sequence[str] | None) -> None:
         if (new := rendered(text, kept)) != text:
             write_whole(page, new.encode())
             sys.stdout.write(f"wrote {page.relative_to(ROOT)}\n")
+
+
+def _draw(parts: Sequence[str]) -> None:
+    """Draw the pictures of kept evaluations again."""
+    for name in parts:
+        if PARTS[name].plot and (path := ROOT / KEPT / f"{name}.json").exists():
+            report = json.loads(path.read_text("utf-8"))["report"]
+            write_whole(ROOT / PARTS[name].plot, plot_of(report, Path(PARTS[name].plot).suffix))
 
 
 def pages() -> list[Path]:

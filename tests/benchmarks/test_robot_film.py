@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -12,6 +13,12 @@ from sinkprune import demo
 from sinkprune.export.command import main as export
 
 ROBOT = Path(demo.__file__).parent / "pocket-robot"
+
+
+def outline(frame: Image.Image) -> int:
+    """Count the pixels of the outlines of tokens that reach the last layer."""
+    pixels = np.asarray(frame, int)
+    return int((np.abs(pixels - (20, 200, 70)).max(axis=2) < 12).sum())
 
 
 def test_a_film_shows_every_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +30,11 @@ def test_a_film_shows_every_move(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with Image.open(film) as drawn:
         assert f"{drawn.n_frames} frames" in written
         assert drawn.n_frames > 5
-        shown = [drawn.convert("RGB") for _ in [drawn.seek(0)]]
-        drawn.seek(drawn.n_frames - 1)
-        assert shown[0].tobytes() != drawn.convert("RGB").tobytes()
+        looks, moves, ends = (
+            drawn.convert("RGB") for number in (0, 1, drawn.n_frames - 1) for _ in [drawn.seek(number)]
+        )
+    # Outlines of tokens and the legend are where there are tokens only.
+    assert outline(looks) > 1000 and outline(moves) == outline(ends) == 0
+    below = (0, looks.height - 100, looks.width, looks.height)
+    assert len(looks.crop(below).getcolors()) > 20 and len(moves.crop(below).getcolors()) == 1
+    assert moves.tobytes() != ends.tobytes()

@@ -46,16 +46,15 @@ def check(found: dict[str, Any], kept: Kept) -> None:
     for each in found["classes"]:
         classes.setdefault(each["name"], []).append(each)
         assert each["name"] in ("unseen", "padding") or f"{len(each['tokens'])} " in f"{each['text']} "
-    masks = {"sink": fates.sink, "salience": fates.salience, "diversity": fates.diversity}
-    masks |= {"sanitizer": ~fates.sink & ~fates.kept, "last_layer": fates.survived}
+    masks = {"sink": fates.sink, "sanitizer": ~fates.sink & ~fates.kept, "last_layer": fates.survived}
     for name, mask in masks.items():
         assert [token for each in classes.get(name, ()) for token in each["tokens"]] == np.flatnonzero(mask).tolist()
     dropped = {each["layer"]: each["tokens"] for each in classes["stage"]}
     assert dropped == {layer: np.flatnonzero(mask).tolist() for layer, mask in fates.dropped_after.items()}
     assert [each["stage"] for each in classes["stage"]] == [*range(1, len(dropped) + 1)]
-    # Each token's box is filled by one class.
-    filled = [token for each in found["classes"] if each["fill"] is not None for token in each["tokens"]]
-    assert sorted(filled) == [*range(layout.all_tokens)]
+    # Each token has one class.
+    tokens = [token for each in found["classes"] if each["name"] != "padding" for token in each["tokens"]]
+    assert sorted(tokens) == [*range(layout.all_tokens)]
 
 
 @pytest.mark.parametrize("name", CASES)

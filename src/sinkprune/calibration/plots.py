@@ -132,8 +132,10 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
 _OWN_COLOUR = "#D55E00"
 # With the colours above, 36 methods look different.
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "x"), (":", "v"))
-# Methods have the same number of tokens at a budget, so their points are drawn side by side.
-_SIDE_STEP = 0.012
+_FEW_METHODS = 4
+"""So many intervals at one budget are readable."""
+_NAME_GAP = 0.026
+"""The least distance of two names, in heights of the axes."""
 
 
 def _new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
@@ -146,23 +148,60 @@ def _new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any
 
 
 def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
-    """Draw accuracy against visual tokens: a line for each method, a band for the unpruned engines."""
-    figure, (axes,) = _new_figure(11, 6.4)
-    low, high = report.none.ci95
-    axes.axhspan(100 * low, 100 * high, color="#000000", alpha=0.07, linewidth=0)
-    axes.axhline(100 * report.none.accuracy, color="#000000", linewidth=1, label="none (unpruned)")
-    looks, others = _looks(list(report.methods)), [method for method in report.methods if method != OWN]
-    side_steps = {method: 1 + _SIDE_STEP * (place - (len(others) - 1) / 2) for place, method in enumerate(others)}
+    """Draw accuracy against visual tokens: a line for each method, and a band for the unpruned model.
+
+    Names stand at the points with the fewest tokens. Of more than `_FEW_METHODS`, only SinkPruner has its intervals.
+    Budgets with an option are hollow points, because they have as many tokens as those without.
+    """
+    figure, (axes,) = _new_figure(11, 7)
+    unpruned, looks = report.none, _looks(list(report.methods))
+    low, high = unpruned.ci95
+    band = axes.axhspan(100 * low, 100 * high, color="#000000", alpha=0.1, linewidth=0)
+    axes.axhline(100 * unpruned.accuracy, color="#000000", linewidth=1)
+    ends: dict[str, tuple[float, float]] = {}
     for method, budgets in report.methods.items():
-        points = sorted(budgets.values(), key=lambda point: point.mean_visual_tokens)
-        tokens = [point.mean_visual_tokens * side_steps.get(method, 1.0) for point in points]
-        accuracies = [100 * point.accuracy for point in points]
-        reach = [[100 * abs(point.ci95[end] - point.accuracy) for point in points] for end in (0, 1)]
-        width = looks[method]["linewidth"] * 0.6
-        axes.errorbar(tokens, accuracies, yerr=reach, elinewidth=width, label=method, **looks[method])
+        plain = [point for name, point in budgets.items() if "+" not in name] or [*budgets.values()]
+        points = [unpruned, *sorted(plain, key=lambda point: -point.mean_visual_tokens)]
+        tokens, accuracies = zip(*((each.mean_visual_tokens, 100 * each.accuracy) for each in points), strict=True)
+        axes.plot(tokens, accuracies, **looks[method])
+        hollow = looks[method] | {"linestyle": "none", "markerfacecolor": "none"}
+        for point in (point for point in budgets.values() if point not in plain):
+            axes.plot(point.mean_visual_tokens, 100 * point.accuracy, **hollow)
+        if method == OWN or len(looks) <= _FEW_METHODS:
+            reach = [[100 * abs(point.ci95[end] - point.accuracy) for point in points[1:]] for end in (0, 1)]
+            style = {name: looks[method].get(name) for name in ("color", "zorder")}
+            axes.errorbar(tokens[1:], accuracies[1:], yerr=reach, fmt="none", capsize=3, **style)
+        ends[method] = tokens[-1], accuracies[-1]
     _label(axes, report)
-    figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    _name_ends(axes, ends, looks)
+    text = f"none (unpruned): {100 * unpruned.accuracy:.1f} %, with its 95 % interval"
+    axes.legend([band], [text], loc="lower left", frameon=False, fontsize=9)
     return figure_bytes(figure, suffix)
+
+
+def _name_ends(axes: Any, ends: dict[str, tuple[float, float]], looks: dict[str, dict[str, Any]]) -> None:
+    """Write the name of each method next to its last point, in a column, or at the point if others go further."""
+    fewest = min((tokens for tokens, _ in ends.values()), default=0.0)
+    low, high = axes.get_ylim()
+    top = float("inf")
+    for method, (tokens, accuracy) in sorted(ends.items(), key=lambda end: -end[1][1]):
+        style = {"color": looks[method]["color"], "fontsize": 8, "weight": "bold" if method == OWN else "normal"}
+        if tokens > 1.1 * fewest:
+            box = {"facecolor": "#ffffff", "linewidth": 0, "alpha": 0.8, "pad": 0.5}
+            place = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "bbox": box, "zorder": 20}
+            axes.annotate(method, (tokens, accuracy), **place, **style)
+            continue
+        top = min((accuracy - low) / (high - low), top - _NAME_GAP)
+        line = {
+            "arrowstyle": "-",
+            "color": style["color"],
+            "linewidth": 0.5,
+            "shrinkA": 1,
+            "shrinkB": 2,
+            "relpos": (0, 0.5),
+        }
+        place = {"xytext": (1.03, top), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
+        axes.annotate(f"{method} {accuracy:.1f}", (tokens, accuracy), arrowprops=line, **place, **style)
 
 
 def plot_norms(report: NormReport, suffix: str) -> bytes:
@@ -271,24 +310,29 @@ def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _label(axes: Any, report: EvaluationReport) -> None:
+    points = [point for budgets in report.methods.values() for point in budgets.values()]
+    names = {name for budgets in report.methods.values() for name in budgets}
+    lowest = min((point.ci95[0] for point in [report.none, *points]), default=0.0)
+    start = 10 * int(10 * lowest)
+    axes.set_ylim(start, 101)
     axes.set_xscale("log")
-    tokens = {point.mean_visual_tokens for budgets in report.methods.values() for point in budgets.values()}
-    ticks: list[float] = []
-    for count in sorted(tokens):
+    axes.invert_xaxis()
+    ticks = [report.none.mean_visual_tokens]
+    for count in sorted((point.mean_visual_tokens for point in points), reverse=True):
         # Closer labels would overlap on a logarithmic axis.
-        if not ticks or count > 1.12 * ticks[-1]:
+        if count < ticks[-1] / 1.12:
             ticks.append(count)
+    axes.set_xlim(left=ticks[0])
     axes.set_xticks(ticks, labels=[f"{count:.0f}" for count in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(
-        f"visual tokens, mean over layers and questions ({report.none.mean_visual_tokens:.0f} unpruned); "
-        "points of one budget stand side by side"
-    )
-    axes.set_ylabel("accuracy, %, with 95 % interval")
+    axes.set_xlabel("visual tokens, mean over layers and questions: unpruned at the left, fewest at the right")
+    axes.set_ylabel(f"accuracy, % (the axis starts at {start} %)" if start else "accuracy, %")
     axes.grid(axis="y", alpha=0.25)
     blind = ", pictures greyed out" if report.blind else ""
     few = " (small sample)" if report.questions < FEW_QUESTIONS else ""
-    questions = f"{counted(report.questions, 'question')}{blind}{few}"
+    optional = "; hollow: budgets with an option" if any("+" in name for name in names) else ""
+    whose = "" if len(report.methods) <= _FEW_METHODS else f" of {OWN}"
+    questions = f"{counted(report.questions, 'question')}{blind}{few}; bars{whose}: 95 % intervals{optional}"
     axes.set_title(
         f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}: {report.task}, {questions}",
         fontsize=10,

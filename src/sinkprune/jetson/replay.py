@@ -336,7 +336,9 @@ class _Answering:
             answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
         except ImageError as error:
             return FrameResult(number, message.time_ns, failure=str(error).rstrip("."))
-        drawn = picture_bytes(overlay(answer, frame.picture), Path("overlay.jpg")) if self.options.draws else b""
+        drawn = b""
+        if self.options.draws:
+            drawn = picture_bytes(overlay(answer, frame.picture, self.options.prompt), Path("overlay.jpg"))
         return FrameResult(
             number,
             message.time_ns,

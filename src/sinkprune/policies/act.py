@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None) -> None:
     drawn = options.overlay if ended is None else None
     write_each(
         lambda: write_json(outputs.json, summary),
-        *([lambda: _draw(drawn, chunks[-1], first)] if drawn else []),
+        *([lambda: _draw(drawn, chunks[-1], first, options.instruction)] if drawn else []),
     )
     if isinstance(ended, SinkpruneError):
         raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} There are {kept}{earlier}") from ended
@@ -308,11 +308,11 @@ def _met(chunks: Sequence[ActionReport]) -> str:
     )
 
 
-def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
+def _draw(path: Path, chunk: ActionReport, moment: Moment, instruction: str) -> None:
     if chunk.budget == UNPRUNED:
         sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
         return
-    write_output(path, picture_bytes(overlay(chunk, moment.cameras), path))
+    write_output(path, picture_bytes(overlay(chunk, moment.cameras, instruction), path))
 
 
 def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.contract.budgets import AVERAGING
-from sinkprune.contract.checks import checks_options, counted, format_value
+from sinkprune.contract.checks import checks_options, counted, escaped, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
@@ -27,8 +28,7 @@ from sinkprune.runtime.steps.pictures import PictureLike
 Colour = tuple[int, int, int]
 
 _SINK: Colour = (213, 24, 40)
-_SALIENCE: Colour = (0, 140, 255)
-_DIVERSITY: Colour = (20, 200, 70)
+_LAST: Colour = (20, 200, 70)
 _DROPPED: Colour = (16, 16, 20)
 _AVERAGED: Colour = (84, 84, 92)
 _CLEAR: Colour = (120, 120, 120)
@@ -38,7 +38,7 @@ _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 
 _SHADE = 0.72
 _AVERAGED_FILL = 0.3
-_TINT = 0.55
+_TINT = 0.75
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ class TokenFates:
     """The fate of each of N tokens, as boolean masks [N]."""
 
     sink: Array
-    salience: Array
-    diversity: Array
     kept: Array
     """The tokens that the LLM received, without the sink."""
     survived: Array
@@ -63,11 +61,9 @@ def token_fates(kept: Kept) -> TokenFates:
     (groups, n), counts = kept.norms.shape, kept.schedule.counts
     if counts is None:
         raise ValueError("an unpruned run has nothing to draw")
-    sink, salience, alive = (np.zeros((groups, n), bool) for _ in range(3))
+    sink, alive = (np.zeros((groups, n), bool) for _ in range(2))
     by_norm = np.argsort(-kept.norms, axis=1, kind="stable")
     np.put_along_axis(sink, by_norm[:, : counts.outliers], True, axis=1)
-    by_salience = np.argsort(np.where(sink, np.inf, -kept.salience), axis=1, kind="stable")
-    np.put_along_axis(salience, by_salience[:, : counts.reserve], True, axis=1)
     np.put_along_axis(alive, kept.index[:, counts.sink :], True, axis=1)
     sources = kept.tokens
     sink_rows = np.tile(np.arange(kept.index.shape[1]) < counts.sink, groups)
@@ -79,28 +75,24 @@ def token_fates(kept: Kept) -> TokenFates:
         before = after
         if counts.sink and sink_dropped_after is None and not sink_rows[rows].any():
             sink_dropped_after = layer
-    kept_all, salience = alive.ravel(), salience.ravel() & alive.ravel()
-    return TokenFates(
-        sink.ravel(), salience, kept_all & ~salience, kept_all, before, dropped_after, sink_dropped_after
-    )
+    return TokenFates(sink.ravel(), alive.ravel(), before, dropped_after, sink_dropped_after)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenClass:
-    """Tokens of one fate, and how they are drawn. One class fills a token's box, and another may outline it."""
+    """Tokens of one fate, and how they are drawn. Each token has one class, and some are also on `padding`."""
 
     name: str
-    """`sink`, `salience`, `diversity`, `averaged`, `sanitizer`, `stage` or `last_layer`; or `unseen` and `padding`,
-    for parts of the picture without tokens and for tokens outside the picture."""
+    """`sink`, `sanitizer`, `averaged`, `stage` or `last_layer`; or `unseen` and `padding`, for parts of the picture
+    without tokens and for tokens outside the picture."""
     text: str
     """The line of the legend, with the number of tokens."""
     colour: Colour
     tokens: Array
     """[C] int64: the numbers of the tokens, ascending; empty for `unseen`."""
     fill: float | None = None
-    """The share of the colour in the tokens' boxes: 0 leaves the picture clear. None if the class fills no boxes."""
-    grey: bool = False
-    """Whether the picture is grey below the colour."""
+    """The share of the colour in the tokens' boxes. The picture is grey below it, because its own colours could pass
+    for those of classes. 0 leaves the picture clear. None if the class fills no boxes."""
     outlined: bool = False
     stage: int = 0
     """The step that decides the class: 0 for the sanitizer, and the numbers of the stages from 1 on."""
@@ -150,40 +142,27 @@ def token_map(method: str, kept: Kept) -> TokenMap:
 
 def _pruned(kept: Kept, method: str) -> list[TokenClass]:
     """Return the classes of a pruned picture's tokens."""
-    fates, until, counts = token_fates(kept), None, kept.schedule.counts
-    sinks = kept.schedule.groups * counts.sink if counts else 0
-    sink, salience, diversity = map(np.flatnonzero, (fates.sink, fates.salience, fates.diversity))
-    classes = []
-    text = f"sink members: {counted(len(sink), 'high-norm token')} dropped"
-    if sinks:
-        until = fates.sink_dropped_after
-        text = f"{counted(sinks, 'sink')}: average of {counted(len(sink), 'high-norm token')}"
-        text += f", until layer {until}" if until is not None else ""
-    if len(sink):
-        classes.append(TokenClass("sink", text, _SINK, sink, fill=_TINT, outlined=True))
-    if len(salience):
-        why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"
-        classes.append(TokenClass("salience", f"{why}: {len(salience)}", _SALIENCE, salience, outlined=True))
-    if len(diversity):
-        # Other methods choose by other measures.
-        why = "kept for diversity" if method.startswith("sinkpruner") else f"kept by {method}"
-        classes.append(TokenClass("diversity", f"{why}: {len(diversity)}", _DIVERSITY, diversity, outlined=True))
+    fates, counts, classes = token_fates(kept), kept.schedule.counts, []
+    sinks, until = kept.schedule.groups * counts.sink if counts else 0, fates.sink_dropped_after
+    members, survived = np.flatnonzero(fates.sink), np.flatnonzero(fates.survived)
+    if len(members):
+        end = "the end" if until is None else f"layer {until}"
+        text = f"outliers, in {counted(sinks, 'sink')} to {end}" if sinks else "dropped as outliers"
+        classes.append(TokenClass("sink", f"{text}: {len(members)}", _SINK, members, fill=_TINT))
     dropped = np.flatnonzero(~fates.sink & ~fates.kept)
-    # Grey, because the picture's own colours could pass for those of sink members and stages.
-    if method in AVERAGING and len(diversity) and len(dropped):
-        text = f"averaged into outlined tokens: {len(dropped)}"
-        classes.append(TokenClass("averaged", text, _AVERAGED, dropped, fill=_AVERAGED_FILL, grey=True))
+    if method in AVERAGING and counts and kept.index.shape[1] > counts.sink + counts.reserve and len(dropped):
+        text = f"averaged into kept tokens: {len(dropped)}"
+        classes.append(TokenClass("averaged", text, _AVERAGED, dropped, fill=_AVERAGED_FILL))
     else:
         text = f"dropped by the sanitizer: {len(dropped)}"
-        classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE, grey=True))
+        classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE))
     for stage, (layer, mask) in enumerate(fates.dropped_after.items(), 1):
         tokens, colour = np.flatnonzero(mask), _STAGES[min(stage, len(_STAGES)) - 1]
         text = f"dropped after layer {layer}: {len(tokens)}"
         classes.append(TokenClass("stage", text, colour, tokens, fill=_TINT, stage=stage, layer=layer))
-    survived = np.flatnonzero(fates.survived)
-    and_sink = " and the sink" if sinks and until is None else ""
-    text = f"seen by the last layer: {len(survived)}{and_sink} (clear)"
-    return [*classes, TokenClass("last_layer", text, _CLEAR, survived, fill=0.0)]
+    and_sink = f" and {counted(sinks, 'sink')}" if sinks and until is None else ""
+    text = f"kept to the last layer: {len(survived)}{and_sink}"
+    return [*classes, TokenClass("last_layer", text, _LAST, survived, fill=0.0, outlined=True)]
 
 
 def _unshown(layout: VisualLayout) -> list[TokenClass]:
@@ -211,6 +190,8 @@ def _seen(layout: VisualLayout) -> tuple[float, float, float, float]:
 
 
 _OUTSIDE: Colour = (250, 250, 250)
+_INK: Colour = (20, 20, 20)
+_FONT = 26
 
 _PALE = 0.72
 """How much of `_OUTSIDE` covers what no token covers."""
@@ -229,16 +210,32 @@ class Drawable(Protocol):
         """The method that pruned."""
 
     @property
+    def budget(self) -> str:
+        """The budget that ran."""
+
+    @property
+    def visual_tokens(self) -> int:
+        """Visual tokens of all pictures before anything is dropped."""
+
+    @property
+    def tokens_per_layer(self) -> list[int]:
+        """Visual tokens that each decoder layer ran on."""
+
+    @property
     def images(self) -> Sequence[Kept]:
         """What each step kept of each picture's tokens."""
 
 
 @checks_options
 def overlay(
-    answer: Drawable, picture: PictureLike | Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
+    answer: Drawable,
+    picture: PictureLike | Sequence[PictureLike | None] | Mapping[str, PictureLike | None],
+    question: str = "",
 ) -> Image.Image:
     """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 
+    The question, the answer, the budget and its numbers of tokens are written above. `question` is the prompt of the
+    request, or the instruction of the chunk.
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array, a file, a `Clip` or a
     `VideoFile`. For several pictures give a list; they are drawn one above the other. For a chunk give the cameras as
     `Policy.act` took them, in a list or by name; None, a camera without a frame, is left out. A clip is drawn on the
@@ -277,7 +274,18 @@ def overlay(
                 f"{expected_size[1]}. Give the pictures of the request, in their order."
             )
         drawn.append(draw_overlay(shown, answer.method, kept))
-    return stacked(drawn)
+    sheet = stacked(drawn)
+    text = getattr(answer, "text", None)
+    asked = [f"{'instruction' if text is None else 'question'}: {question}"] if question else []
+    lines = [*asked, *([] if text is None else [f"answer: {text}"]), counts_line(answer)]
+    return stacked([with_lines(Image.new("RGB", (sheet.width, 0)), lines), sheet])
+
+
+def counts_line(answer: Drawable) -> str:
+    """Return the budget that ran, and how many visual tokens it left."""
+    first, last = answer.tokens_per_layer[0], answer.tokens_per_layer[-1]
+    numbers = f"picture {answer.visual_tokens}, into the LLM {first}, last layer {last}"
+    return f"budget: {answer.budget}; visual tokens: {numbers}"
 
 
 def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
@@ -303,12 +311,18 @@ def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
 
 
 def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Image.Image:
-    """Return a picture with every token's fate drawn on it, and a legend below.
+    """Return a picture with every token's fate drawn on it, and a legend below."""
+    tokens = token_map(method, kept)
+    return with_legend(draw_tokens(images, tokens), tokens.classes)
+
+
+def draw_tokens(images: Sequence[Image.Image], tokens: TokenMap) -> Image.Image:
+    """Return a picture with the class of every token drawn on it.
 
     Views are drawn next to each other, each on one of `images`, which have one size: an image once for each of its
     views, or the frames of a clip. Of frames that share a token, the first is drawn.
     """
-    tokens, views = token_map(method, kept), kept.layout.views
+    views = tokens.views
     images = images[:: -(-len(images) // len(views))] if len(images) > len(views) else images
     width, height = images[0].size
     scale = (_LONG_SIDE if len(views) <= 2 else _LONG_SIDE / 2) / max(width, height)
@@ -324,7 +338,7 @@ def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Imag
         picture = Image.fromarray(tinted.astype(np.uint8))
         _outline(picture, places, view, tokens.classes)
         sheet.paste(picture, (number % across * right, number // across * down))
-    return _with_legend(sheet, tokens.classes)
+    return sheet
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -352,7 +366,7 @@ def _tinted(canvas: Array, places: Array, view: range, classes: Sequence[TokenCl
         for token in filter(view.__contains__, each.tokens.tolist()):
             left, top, right, bottom = np.clip(places[token], 0, None)
             place = (slice(top, bottom), slice(left, right))
-            below = canvas[place].mean(axis=2, keepdims=True) if each.grey else canvas[place]
+            below = canvas[place].mean(axis=2, keepdims=True) if each.fill else canvas[place]
             tinted[place] = _mixed(below, each.colour, each.fill)
     return tinted
 
@@ -378,12 +392,30 @@ def _outline(picture: Image.Image, places: Array, view: range, classes: Sequence
             left, top, right, bottom = places[token].tolist()
             # A token of a very wide or tall image may be narrower than its outline.
             corner = (max(left + 1, right - 2), max(top + 1, bottom - 2))
-            draw.rectangle((left + 1, top + 1, *corner), outline=each.colour, width=2)
+            draw.rectangle((left + 1, top + 1, *corner), outline=each.colour, width=4)
 
 
-def _with_legend(picture: Image.Image, classes: Sequence[TokenClass]) -> Image.Image:
-    font = ImageFont.load_default(20)
-    line, swatch, margin, gap = 32, 20, 14, 10
+def with_lines(picture: Image.Image, lines: Sequence[str]) -> Image.Image:
+    """Return a picture with lines of text below it. Long lines are wrapped, and cut off after three lines."""
+    font, height, margin = ImageFont.load_default(_FONT), 36, 14
+    # The font has no other characters.
+    texts = []
+    for text in (escaped(line).encode("latin-1", "backslashreplace").decode("latin-1") for line in lines):
+        most = int((picture.width - 2 * margin) * len(text) / font.getlength(text))
+        texts += textwrap.wrap(text, max(20, most), max_lines=3, placeholder=" ...")
+    width = max(picture.width, *(math.ceil(font.getlength(text)) + 2 * margin for text in texts))
+    sheet = Image.new("RGB", (width, picture.height + len(texts) * height + margin), _OUTSIDE)
+    sheet.paste(picture, (0, 0))
+    for number, text in enumerate(texts):
+        place = (margin, picture.height + margin // 2 + number * height)
+        ImageDraw.Draw(sheet).text(place, text, fill=_INK, font=font)
+    return sheet
+
+
+def with_legend(picture: Image.Image, classes: Sequence[TokenClass]) -> Image.Image:
+    """Return a picture with a line for each class below it."""
+    font = ImageFont.load_default(_FONT)
+    line, swatch, margin, gap = 38, 24, 14, 10
     half = -(-len(classes) // 2)
     left, right = (
         swatch + gap + 2 * margin + math.ceil(max((font.getlength(each.text) for each in column), default=0.0))
@@ -391,7 +423,7 @@ def _with_legend(picture: Image.Image, classes: Sequence[TokenClass]) -> Image.I
     )
     lines = half if left + right <= picture.width else len(classes)
     width = max(picture.width, left, right)
-    sheet = Image.new("RGB", (width, picture.height + lines * line + 2 * margin), (250, 250, 250))
+    sheet = Image.new("RGB", (width, picture.height + lines * line + 2 * margin), _OUTSIDE)
     sheet.paste(picture, (0, 0))
     draw = ImageDraw.Draw(sheet)
     for number, each in enumerate(classes):
@@ -399,5 +431,5 @@ def _with_legend(picture: Image.Image, classes: Sequence[TokenClass]) -> Image.I
         y = picture.height + margin + (number % lines) * line
         fill = each.colour if each.fill else None
         draw.rectangle((x, y, x + swatch, y + swatch), fill=fill, outline=each.colour, width=3)
-        draw.text((x + swatch + gap, y - 3), each.text, fill=(20, 20, 20), font=font)
+        draw.text((x + swatch + gap, y - 3), each.text, fill=_INK, font=font)
     return sheet

@@ -138,9 +138,8 @@ def build_before(
 ) -> PlanGraphs:
     """Return the plan that keeps the tokens of `choose`.
 
-    `booked` is the field of the budget that counts them. `reserve` is for methods that keep the tokens of largest
-    salience: the overlay then calls tokens of large salience "kept for salience". It calls those of `diverse` "kept
-    for diversity".
+    `booked` is the field of the budget that counts them: `reserve` for methods that keep the tokens of largest
+    salience, `diverse` for others.
     """
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)

@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None) -> None:
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
         lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
         *(partial(extension.answered, pipeline, answer) for extension in extensions),
-        *([lambda: write_output(drawn, _overlay(answer, images, drawn))] if drawn else []),
+        *([lambda: write_output(drawn, _overlay(answer, images, options.prompt, drawn))] if drawn else []),
         lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),
     )
     if answer.finish == "cancelled":
@@ -355,10 +355,10 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
-def _overlay(answer: Answer, images: Sequence[Picture], file: Path) -> bytes:
+def _overlay(answer: Answer, images: Sequence[Picture], question: str, file: Path) -> bytes:
     from sinkprune.runtime.overlay import overlay, picture_bytes
 
-    return picture_bytes(overlay(answer, images), file)
+    return picture_bytes(overlay(answer, images, question), file)
 
 
 def _check_options(options: Options, extensions: Sequence[RunExtension]) -> None:
