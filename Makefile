@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test test-all durations lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test test-all durations lint types pytest docs figures screenshot test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -56,6 +56,11 @@ docs: .venv/.docs
 # Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
 figures: .venv/.dev
 	$(BIN)/python benchmarks/figures.py $(FIGURES)
+
+# The picture of the server's page in docs; needs Debian's packages chromium and chromium-driver.
+screenshot: .venv/.dev
+	$(BIN)/pytest $(LONG) -o tmp_path_retention_policy=all --basetemp build/page -k screenshot tests/serving/test_page_in_browser.py
+	cp build/page/test_the_screenshot_of_the_doc0/server-page.png docs/
 
 test-slow: .venv/.dev
 	$(BIN)/pytest $(LONG) -m slow

@@ -40,6 +40,9 @@ MEASURED = {
     "instructions": "avx2 avx512f avx512_bf16",
     "commands": ["sinkprune-profile ./llava-1.1b --json savings.json"],
     "report": {
+        "model": "llava-1.1b",
+        "weights": {"decoder": "int4"},
+        "backend": "ort-cpu",
         "machine": "Some Processor",
         "threads": 2,
         "repeat": 9,
@@ -57,6 +60,7 @@ def test_savings() -> None:
     row = "| `retain-64` | 576, 129, 42 | 1551 | 2.56x | "
     for others, accuracy in (({}, "-"), ({"methods": methods}, "95.9 %")):
         text = figure_tables.savings_short(MEASURED | others)
+        assert "`llava-1.1b` (CLIP-L/336 and a 1.1 B Llama, random weights) in int4 on `ort-cpu`;" in text
         assert f"medians of 9 rounds; {WHERE}." in text
         assert text.splitlines()[-1] == f"{row}{accuracy} |"
 
@@ -65,7 +69,7 @@ def test_savings_in_full() -> None:
     text = figure_tables.savings_full(MEASURED)
     assert text.startswith(f"Measured on {WHERE}:\n\n```\nsinkprune-profile ./llava-1.1b --json savings.json\n```\n")
     assert text.splitlines()[-1] == (
-        "| `retain-64` | 1551 (1662) | 670 (713) | 2.4 | 102 | 6.1 | 4.56x | 4.99x | 0.91 | 2.56x |"
+        "| `retain-64` | 1551 (1662) | 670 (713) | 2.4 | 101.6 | 6.1 | 4.56x | 4.99x | 0.91 | 2.56x |"
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 from PIL import Image
 from tests.serving.test_server import served
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, demo
+from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.export.command import main as export
 from sinkprune.runtime.overlay import token_map
 from sinkprune.serving.responses import Completion
 from support.programs.browser import Browser, opened_browser
@@ -68,8 +70,12 @@ def test_a_question_its_tokens_times_and_a_second_question(
     with served(pipe) as address, Image.open(photo_file) as opened:
         browser.open(f"{address}/")
         budget = chosen_budget(browser, pipe)
+        browser.click("#ask")
+        browser.wait(lambda: browser.text("#problem").startswith("no picture was given."))
+        assert browser.text("#answer") == browser.text("#summary") == ""
         choose(browser, photo_file)
         ask(browser, "What is on the table?")
+        assert browser.text("#problem") == ""
         expected = pipe.generate(opened.convert("RGB"), "What is on the table?", budget=budget)
         assert browser.text("#answer") == expected.text
         classes = token_map("sinkpruner", expected.kept).classes
@@ -91,6 +97,14 @@ def test_a_question_its_tokens_times_and_a_second_question(
         assert browser.text("#keys") == f"{budget}none" and count(browser, "#bars .bar") == 16
         # The whole unpruned request was timed: its tower ran.
         assert browser.text("#bars tr:nth-child(2)").count("from the session") == 1
+        # An earlier answer is shown with its own question and budget.
+        other = "const list = document.querySelector('#budget'); list.value = list.options[1].value"
+        browser.run(other)
+        browser.click("#questions button")
+        fields = "return ['question', 'budget'].map((id) => document.getElementById(id).value)"
+        question, model = browser.run(fields)
+        assert question == "What is on the table?" and model.endswith(f":{budget}")
+        assert browser.text("#summary").startswith(f"{budget}: ")
         assert browser.errors() == []
 
 
@@ -114,6 +128,28 @@ def check_colours(browser: Browser, boxes: Any, classes: Any) -> None:
             else:
                 grey = [s - c * each.fill for s, c in zip(shown, each.colour, strict=True)]
                 assert max(grey) - min(grey) <= 6
+
+
+def test_the_screenshot_of_the_docs(browser: Browser, tmp_path: Path) -> None:
+    """`make screenshot` copies it to docs/server-page.png."""
+    assert export([str(Path(demo.__file__).parent / "pocket"), "-o", str(tmp_path / "pocket")]) == 0
+    write_scenes(tmp_path, 3)
+    with served(Pipeline.load(tmp_path / "pocket"), name="pocket") as address:
+        browser.open(f"{address}/")
+        browser.wait(lambda: count(browser, "option") > 2)
+        browser.run("document.querySelector('#budget').value = arguments[0]", "pocket:retain-64")
+        choose(browser, tmp_path / "scene-2.png")
+        for question, answer in (
+            ("What colour is the star?", "yellow"),
+            ("What is written on the purple plate?", "OPEN"),
+        ):
+            ask(browser, question)
+            assert browser.text("#answer") == answer
+        browser.click("#compare")
+        browser.wait(lambda: "Unpruned, the first token takes" in browser.text("#compared"))
+        browser.screenshot(tmp_path / "server-page.png", 1100)
+    with Image.open(tmp_path / "server-page.png") as drawn:
+        assert drawn.width == 1100
 
 
 def test_a_key_is_entered_on_the_page(browser: Browser, pipe: Pipeline, photo_file: Path) -> None:
