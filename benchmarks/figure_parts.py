@@ -91,7 +91,7 @@ PARTS = {
             "python demo/photo.py {work}/coffee.jpg",
             "sinkprune-profile {work}/llava-1.1b --image {work}/coffee.jpg "
             "--prompt 'What is in the cup, and what lies on the saucer?' "
-            "--repeat 9 --new-tokens 8 --json {json} --plot docs/profile.png",
+            "--repeat 9 --new-tokens 16 --json {json} --plot docs/profile.png",
         ),
         {"savings": savings_short, "savings-in-full": savings_full},
     ),
@@ -185,7 +185,7 @@ PARTS = {
     "peers": Part(
         (
             "python benchmarks/peers.py --folder {work}/peers --json {json} --plot docs/peers.png --repeat 9 "
-            "--only 'openvino-genai int4-sym,sinkprune openvino int4,sinkprune ort-cpu+openvino int4,llama-cpp Q4_0'",
+            "--only 'openvino-genai int4-sym,sinkprune ort-cpu int4,llama-cpp Q4_0'",
         ),
         {"peers": peers_short},
         by_default=False,

@@ -58,10 +58,11 @@ def savings_short(figures: Figures) -> str:
         for name, budget in report["budgets"].items()
     ]
     return (
-        "Tokens and times: `llava-1.1b` (CLIP-L/336 and a 1.1 B Llama, random weights) in fp32 on `ort-cpu`;\n"
+        f"Tokens and times: `{report['model']}` (CLIP-L/336 and a 1.1 B Llama, random weights) in "
+        f"{report['weights']['decoder']} on `{report['backend']}`;\n"
         f"medians of {report['repeat']} rounds; {_where(figures)}.\n"
-        "Accuracy: the pocket model, 748 questions about drawn scenes.\n\n"
-        + _table([*head, "TTFT ms", "speed-up", "accuracy"], rows)
+        "Accuracy: the pocket model in fp32, 748 questions about drawn scenes.\n\n"
+        + _table([*head, "TTFT ms", "speed-up", "accuracy (pocket model)"], rows)
     )
 
 
@@ -75,7 +76,7 @@ def savings_full(figures: Figures) -> str:
             _spread(budget["ms"]["ttft"]),
             _spread(budget["ms"]["prefill"]),
             f"{budget['ms']['select']['median']:.1f}",
-            f"{budget['ms']['per_token']['median']:.0f}",
+            f"{budget['ms']['per_token']['median']:.1f}",
             f"{budget['kv_bytes'] / 1e6:.1f}",
             f"{budget['speedup']['prefill']:.2f}x",
             f"{budget['flops_speedup']['prefill']:.2f}x",
@@ -86,7 +87,10 @@ def savings_full(figures: Figures) -> str:
     ]
     commands = "\n".join(["```", *figures["commands"], "```"])
     table = _table([*head, "achieved", "TTFT"], rows)
-    return f"Measured on {_where(figures)}:\n\n{commands}\n\nMedians (p95) of {report['repeat']} rounds:\n\n{table}"
+    return (
+        f"Measured on {_where(figures)}:\n\n{commands}\n\n`{report['model']}` in {report['weights']['decoder']} on "
+        f"`{report['backend']}`, medians (p95) of {report['repeat']} rounds:\n\n{table}"
+    )
 
 
 def _spread(spread: Mapping[str, float]) -> str:
