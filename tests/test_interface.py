@@ -166,9 +166,9 @@ def test_verbs_are_listed(
 
 
 def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[..., Outcome]) -> None:
-    assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "export, profile", "Did you mean 'evaluate'?")
+    assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "export, profile", "did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
-    assert "Did you mean" not in sinkprune("42").stderr
+    assert "did you mean" not in sinkprune("42").stderr
     assert_refused(sinkprune("calibrate", "./llava-7b"), "no verb './llava-7b'", "norms, attention")
 
 
@@ -176,7 +176,10 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
     ("words", "message"),
     [
         (("--buget", "retain-64"), r"unrecognized arguments: --buget retain-64\. Did you mean --budget\?"),
-        (("--fit", "squash"), r"argument --fit: invalid choice: 'squash' .*\."),
+        (
+            ("--backend", "OpenVINO"),
+            r"argument --backend: invalid choice: 'OpenVINO'; did you mean 'openvino'\? Choices are: openvino, .*\.",
+        ),
         # An unset shell variable.
         (("--image", ""), r"argument --image: it is empty, as an unset shell variable is; expected a path\."),
         (("--signed-by=",), r"argument --signed-by: it is empty, as an unset shell variable is; expected a path\."),

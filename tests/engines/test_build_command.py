@@ -182,7 +182,7 @@ def test_a_folder_without_engines_is_never_replaced(bundle: Bundles, tmp_path: P
     [
         (
             ["--target", "tensorflow"],
-            "unknown target 'tensorflow'; known targets: onnxruntime, onnxruntime+openvino, openvino, tensorrt",
+            "unknown target 'tensorflow'; did you mean 'tensorrt'? Known targets: onnxruntime, ",
         ),
         (["--target", "onnxruntime", "--sm", "87"], "--sm is for target tensorrt-rtx"),
         (["--target", "tensorrt", "--sm", "87"], "target tensorrt builds for the GPU of this machine"),

@@ -151,7 +151,7 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
+        (("--board", "Orin_Nano-8GB"), ("did you mean 'orin-nano-8gb'? Known boards: ", "thor-t5000")),
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
         (("--backend", "tensorrt"), ("--backend is 'tensorrt'", "a library for CPUs: openvino, ", "--board NAME")),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Size
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Size, unknown_name
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.registry import Registry
 
@@ -163,8 +163,8 @@ def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budg
     found = _RHO.fullmatch(name)
     if found is None:
         raise BudgetError(
-            f"unknown option '{name}'; known options: {', '.join(OPTIONS)}, rho-N: N per mille, from 1 to 999, and "
-            f"from-BUDGET: the sanitizer of {', '.join(others)}."
+            unknown_name(f"unknown option '{name}'", name, [*OPTIONS, "rho-N", "from-BUDGET"], "Known options")
+            + f" rho-N: N per mille, from 1 to 999. from-BUDGET: the sanitizer of {', '.join(others)}."
         )
     return replace(budget, outlier_per_mille=int(found[1]))
 
@@ -255,8 +255,8 @@ def parse_budget(family: str, name: str) -> Budget:
     if base not in rows:
         inside = f" (in '{name}')" if options else ""
         raise BudgetError(
-            f"unknown budget '{base}'{inside}; family '{family}' has: {', '.join(rows)}. "
-            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N, from-BUDGET."
+            unknown_name(f"unknown budget '{base}'{inside}", base, rows, f"Family '{family}' has")
+            + f" Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N, from-BUDGET."
         )
     budget = rows[base]
     # First, so that the order of options changes nothing.

@@ -44,6 +44,7 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 _SHOWN = 80
+_LETTERS = re.compile(r"[^\w+]|_")
 
 
 def counted(count: int, one: str) -> str:
@@ -337,15 +338,30 @@ def check_options(
         if name not in known:
             if name in elsewhere:
                 raise OptionError(f"{name} is an option of {elsewhere[name]}. Give it there.")
-            guess = f"{guessed(name, known) or '.'} Options are: {', '.join(known)}."
-            raise OptionError(f"there is no option {format_value(name)}{guess}")
+            raise OptionError(unknown_name(f"there is no option {format_value(name)}", name, known, "Options are"))
 
 
-def guessed(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence with the name in `known` that an unknown one may mean; else ""."""
+def unknown_name(found: str, name: object, known: Iterable[str], listed: str) -> str:
+    """Return a message for a `name` that is not `known`: the one that it may mean, and all that are known.
+
+    `found` is its beginning, as in "unknown board 'orin'", and `listed` what stands before the list of known names.
+    """
+    known = list(known)
+    return f"{found}{guessed(name, known) or '.'} {listed}: {', '.join(known)}."
+
+
+def guessed(name: object, known: Iterable[str]) -> str:
+    """Return the end of a sentence with the name in `known` that an unknown one may mean; else "".
+
+    Case, and signs between words and digits, make no difference: 'Retain_64' means 'retain-64', and 'pi05' 'pi0.5'.
+    """
+    if not isinstance(name, str) or not name:
+        return ""
+    plain = {_LETTERS.sub("", one.casefold()): one for one in known}
+    word, parts = _LETTERS.sub("", name.casefold()), name.split("_")
     # 'num_steps' means 'steps', and 'temp' 'temperature', although 'min_steps' and 'system' are closer.
-    near = [option for option in known if option in name.split("_") or option.startswith(name)]
-    near += get_close_matches(name, known, 1)
+    near = [one for text, one in plain.items() if one in parts or (word and text.startswith(word))]
+    near += [plain[text] for text in get_close_matches(word, plain, 1)]
     return f"; did you mean '{near[0]}'?" if near else ""
 
 

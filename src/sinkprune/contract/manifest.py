@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED, Budget, Plan
-from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.precision import PrecisionName, WeightForms
@@ -460,15 +460,20 @@ class Manifest:
         plans = self.plans.get(method)
         if plans is None:
             raise BudgetError(
-                f"this bundle holds no method '{method}'; it holds: {', '.join(self.plans)}. Give one of "
-                "these; others must be exported first, with sinkprune-export --methods."
+                unknown_name(f"this bundle holds no method '{method}'", method, self.plans, "It holds")
+                + " Give one of these; others must be exported first, with sinkprune-export --methods."
             )
         if budget == UNPRUNED:
             return None
         if budget not in plans:
             raise BudgetError(
-                f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
-                f"{', '.join([UNPRUNED, *plans])}. Give one of these. Others must be exported first, with "
+                unknown_name(
+                    f"this bundle holds no budget '{budget}' for method '{method}'",
+                    budget,
+                    [UNPRUNED, *plans],
+                    "It holds",
+                )
+                + " Give one of these. Others must be exported first, with "
                 "sinkprune-export --budgets, which reports what a method cannot reach, or be found for this machine, "
                 "with sinkprune-calibrate schedule."
             )

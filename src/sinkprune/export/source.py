@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from sinkprune.contract.checks import counted
+from sinkprune.contract.checks import counted, unknown_name
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
@@ -270,7 +270,9 @@ def _own_config(source: str, presets: Iterable[str]) -> dict[str, Any]:
     folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
     if not has_entry(folder, name):
         raise CheckpointError(
-            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(presets)}."
+            unknown_name(
+                f"'{source}' is no config.json, no folder holding one and no preset", source, presets, "Presets are"
+            )
         )
     config = read_json(folder, name)
     if not _is_lerobot(config):

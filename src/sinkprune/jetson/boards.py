@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sinkprune.contract.budgets import FAMILIES, Plan, prune_layers
-from sinkprune.contract.checks import Bounds, Width, from_json
+from sinkprune.contract.checks import Bounds, Width, from_json, unknown_name
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.files.untrusted import read_json
@@ -191,7 +191,7 @@ class Boards:
     def board(self, name: str) -> Board:
         """Return the board with this name. Raises `UnknownBoardError` with the known names."""
         if name not in self.boards:
-            raise UnknownBoardError(f"unknown board '{name}'; known boards: {', '.join(self.boards)}.")
+            raise UnknownBoardError(unknown_name(f"unknown board '{name}'", name, self.boards, "Known boards"))
         return self.boards[name]
 
     def name_of(self, compatible: Iterable[str]) -> str | None:

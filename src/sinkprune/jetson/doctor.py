@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import WholeNumber, counted, to_json
+from sinkprune.contract.checks import WholeNumber, counted, to_json, unknown_name
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, PathOrName, json_outputs, write_result
 from sinkprune.contract.command_line.progress import status
@@ -156,9 +156,7 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: Size,
         kind: ModelState = "engines" if bundle.engines else "bundle"
         return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, wanted), picture)
     if model not in presets:
-        raise UsageError(
-            f"'{model}' is no folder and no preset of a model that answers; presets: {', '.join(presets)}."
-        )
+        raise UsageError(unknown_name(f"'{model}' is no folder and no preset", model, presets, "Presets are"))
     return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
 
 

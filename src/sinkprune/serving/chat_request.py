@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks import RealNumber, WholeNumber
+from sinkprune.contract.checks import RealNumber, WholeNumber, unknown_name
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
@@ -209,7 +209,7 @@ class ChatReader:
         """Raise `ApiError` with status 404 for a name that is no model's."""
         if name not in self.models:
             raise ApiError(
-                f"model is {format_json(name)}, the server has {', '.join(self.models)}. Name one.",
+                unknown_name(f"model is {format_json(name)}", name, self.models, "The server has") + " Name one.",
                 "model",
                 status=404,
             )

@@ -26,6 +26,7 @@ from sinkprune.calibration.evaluation.statistics import (
 )
 from sinkprune.calibration.tasks import Item, naming, with_grey_picture
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
@@ -266,8 +267,8 @@ def choose_combinations(
     for budget in budgets:
         if budget not in (UNPRUNED, *held):
             raise BudgetError(
-                f"this bundle holds no budget '{budget}'; it holds: {', '.join([UNPRUNED, *held])}. "
-                "Others must be exported first, with sinkprune-export --budgets."
+                unknown_name(f"this bundle holds no budget '{budget}'", budget, [UNPRUNED, *held], "It holds")
+                + " Others must be exported first, with sinkprune-export --budgets."
             )
     for method in methods:
         manifest.plan(method, UNPRUNED)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sinkprune import __version__
-from sinkprune.contract.checks import escaped, format_value
+from sinkprune.contract.checks import escaped, format_value, unknown_name
 from sinkprune.contract.command_line.command import naming_stdout, run_command
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import UsageError
@@ -53,9 +53,9 @@ def _explain(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
     """Print the help or the version. Raises `UsageError` for words that name no verb."""
 
     if words and not words[0].startswith("-"):
-        near = get_close_matches(words[0], verbs, 1)
-        guess = f" Did you mean '{near[0]}'?" if near else ""
-        raise UsageError(f"{prog} has no verb {format_value(words[0])}. Its verbs are: {', '.join(verbs)}.{guess}")
+        raise UsageError(
+            unknown_name(f"{prog} has no verb {format_value(words[0])}", words[0], verbs, "Its verbs are")
+        )
     width = max(map(len, verbs))
     listed = "".join(f"  {name:{width}}  {verb.summary}\n" for name, verb in verbs.items())
     parser = CommandParser(prog, description, f"verbs:\n{listed}\n`{prog} VERB --help` lists the options of a verb.")
@@ -231,7 +231,7 @@ class CommandParser(argparse.ArgumentParser):
         ]
         near = [(word, found) for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
         meant = f" Did you mean --{near[0][1]}{f' by --{near[0][0]}' * missing}?" if near else ""
-        self.exit(2, f"error: {escaped(message + '.' + meant)} See {self.prog} --help.\n")
+        self.exit(2, f"error: {escaped(message.removesuffix('.') + '.' + meant)} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
         """Return the options in `arguments`, or the process's own if None, as a dataclass with a field for each."""
@@ -256,6 +256,12 @@ class CommandParser(argparse.ArgumentParser):
         if not arg_string and action.type in (Path, PathOrName):
             raise argparse.ArgumentError(action, "it is empty, as an unset shell variable is; expected a path")
         return super()._get_value(action, arg_string)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Reject a value that is no choice of an option, with the one that was meant."""
+        if action.choices is not None and value not in action.choices:
+            found, choices = f"invalid choice: {format_value(value)}", map(str, action.choices)
+            raise argparse.ArgumentError(action, unknown_name(found, value, choices, "Choices are"))
 
     def _is_option(self, word: str) -> bool:
         """Return whether the word is an option, abbreviated or not, maybe with a value."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from sinkprune.contract.bundle import Bundle, OptimisationProfiles, Realisation, Target
+from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress
@@ -76,7 +77,7 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
     a GPU that it needs is missing.
     """
     if target not in TARGETS:
-        raise UsageError(f"unknown target '{target}'; known targets: {', '.join(TARGETS)}.")
+        raise UsageError(unknown_name(f"unknown target '{target}'", target, TARGETS, "Known targets"))
     if compute_capabilities is not None and target != "tensorrt-rtx":
         where = "the GPU of this machine" if target == "tensorrt" else "the processor of this machine"
         raise UsageError(

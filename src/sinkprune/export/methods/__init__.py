@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.registry import Registry
 
@@ -22,7 +23,7 @@ def load_method(name: str) -> Method:
     """Return the method `name`; raises `BudgetError` with the known names."""
     if name not in METHODS:
         raise BudgetError(
-            f"unknown method '{name}'; known methods: {', '.join(METHODS)}. A new entry "
-            "point is found after its package is installed again."
+            unknown_name(f"unknown method '{name}'", name, METHODS, "Known methods")
+            + " A new entry point is found after its package is installed again."
         )
     return METHODS[name]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sinkprune.contract.checks import WholeNumber, format_value
+from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -154,7 +154,7 @@ def load_backend(
     TensorRT (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in KNOWN:
-        raise BackendError(f"unknown backend {format_value(name)}; known backends: {', '.join(KNOWN)}.")
+        raise BackendError(unknown_name(f"unknown backend {format_value(name)}", name, KNOWN, "Known backends"))
     threads = None if threads is None else THREADS.check(threads)
     if threads is not None and not KNOWN[name].takes_threads:
         raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
@@ -168,7 +168,7 @@ def load_backend(
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
     if not isinstance(compute, str) or compute not in COMPUTES:
-        raise UsageError(f"unknown compute {format_value(compute)}; known: {', '.join(COMPUTES)}.")
+        raise UsageError(unknown_name(f"unknown compute {format_value(compute)}", compute, COMPUTES, "Known"))
     choices = KNOWN[name].computes
     if not choices:
         raise UsageError(
