@@ -34,7 +34,8 @@ def test_a_board_from_a_workstation() -> None:
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
     assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
     assert re.search(r"^power modes +7W, 15W, 25W, MAXN$", done.stdout, re.MULTILINE)
-    assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits.\n" in done.stdout
+    # The verdict comes first.
+    assert done.stdout.startswith("llava-1.5-7b fits: int4 at retain-192 on tensorrt, in 6.5 GB. Only int4 fits.\n")
     assert "libraries" not in done.stdout
     assert not re.search(r" $", done.stdout, re.MULTILINE)
 
@@ -171,9 +172,37 @@ def test_wrong_input_is_rejected(
     assert_refused(doctor(*arguments), *messages)
 
 
-def test_a_policy_is_refused(bundle: Callable[..., Path]) -> None:
-    policy = bundle("pi0", budgets=("prune-77.8",), max_images=1)
-    assert_refused(doctor(policy), "is a robot policy (family 'pi0')", "sinkprune-profile measures it")
+@pytest.mark.parametrize("kind", ["pi0", "pi0.5"])
+def test_a_policy_comes_with_the_commands_that_run_it(
+    kind: str, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    folder = bundle(kind, budgets=("prune-77.8",), max_images=2)
+    report = told(folder)
+    (model,) = report["models"]
+    assert model["policy"]["cameras"] == 2 and model["rows"]["none"]["step_flops"] > 0
+    (command,) = report["next"]
+    name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
+    assert name == "sinkprune-act" and words[-2:] == ["--budget", "prune-77.8"]
+    done = run(name, *words)
+    assert done.code == 0, done.stderr
+    on_board = doctor("--board", "agx-orin-64gb", folder, kind)
+    assert f"sinkprune-export {kind} --random-weights -o {kind}-int4" in on_board.stdout
+    assert " --max-images 3\n" in on_board.stdout
+    assert "takes at least" in on_board.stdout and "a bound, no forecast" in on_board.stdout
+
+
+def test_every_heading_has_a_unit_and_tables_have_a_hundred_columns() -> None:
+    for models in ((), ("pi0.5", "llava-1.5-7b")):
+        for board in (("--board", "thor-t4000"), ()):
+            lines = doctor(*board, *models).stdout.splitlines()
+            rows = [line for line in lines if re.match(r"^(\S+)? +.*(fp|int|none|retain-|prune-)", line)]
+            assert len(rows) > 10
+            headings = [line for line in lines if re.match("(preset|weights) ", line)]
+            assert headings and all(len(line) <= 100 and "…" not in line for line in rows + headings)
+            for line in headings:
+                for heading in re.split("  +", line)[1:]:
+                    named = heading in ("weights", "budget", "build fits", "disk GB with --move")
+                    assert named or heading.split()[-1] in ("GB", "ms", "tokens", "steps"), heading
 
 
 FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from PIL import Image
@@ -19,6 +21,7 @@ from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from support.programs.commands import run
 from support.programs.doctor_runs import NANO, PICTURE, preset
+from support.programs.repository import ROOT
 
 
 def test_a_7b_by_hand() -> None:
@@ -113,6 +116,45 @@ def test_a_bundle_is_listed_in_its_form_and_in_the_others(
     assert own.weight_bytes == sum(map(manifest.weight_bytes, manifest.graphs))
     assert all(found.fits is None for form in model.forms for found in form.budgets.values())
     assert len(list(model.fitting())) == len(forms)
+
+
+def test_pi0_has_the_figures_of_the_policies_page() -> None:
+    model = preset("pi0", usable=7_150_000_000)
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\S+)` \|" + r" (\S+) \|" * 5 + "$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(model.rows)
+    for name, *figures in rows:
+        own = model.rows[name]
+        assert own.step_flops is not None
+        chunks = [model.forms[0].budgets[budget].chunks["10"].flops for budget in ("none", name)]
+        tera = [f"{flops / 1e12:.2f}" for flops in (own.prefill_flops, 10 * own.step_flops, chunks[1])]
+        assert figures == [f"{mean(own.tokens_per_layer):.0f}", *tera, f"{chunks[0] / chunks[1]:.2f}"]
+        assert f"{own.encoder_flops / 1e12:.2f}" == "0.66"
+
+
+@pytest.mark.parametrize(("name", "text"), [("pi0", 20), ("pi0.5", 160)])
+def test_a_chunk_by_hand(name: str, text: int) -> None:
+    model = preset(name, usable=7_150_000_000)
+    int8 = model.forms[1]
+    expert, decoder = (18 * (2 * d * 2048 + 2 * d * 256 + 3 * d * m) for d, m in ((1024, 4096), (2048, 16384)))
+    # Of the last layer keys and values only.
+    decoder -= 2 * 2048 * 2048 + 3 * 2048 * 16384
+    tower = 27 * (4 * 1152**2 + 2 * 1152 * 4304)
+    for budget, rows in model.rows.items():
+        found = int8.budgets[budget]
+        cache = sum(2 * 2 * 256 * (count + text) for count in rows.tokens_per_layer)
+        assert (found.kv_bytes, found.longest_text, found.bounds) == (cache, None, None)
+        assert [*found.chunks] == ["10", "5", "2"]
+        for steps, chunk in found.chunks.items():
+            read = tower + decoder + int(steps) * (expert + cache)
+            assert chunk.bytes == pytest.approx(read, rel=0.02)
+            assert chunk.bytes_ms == pytest.approx(chunk.bytes / 102e6)
+            assert chunk.flops_ms == pytest.approx(chunk.flops / 17e9)
+    assert model.visual_tokens == 3 * 256 and model.prompt_tokens == text and model.new_tokens == 0
+    assert [form.budgets["none"].fits for form in model.forms] == [False, True, True]
+    # Without a datasheet there is no time.
+    bare = preset(name, None).forms[1].budgets["none"].chunks["10"]
+    assert (bare.flops, bare.flops_ms, bare.bytes_ms) == (int8.budgets["none"].chunks["10"].flops, None, None)
 
 
 def test_the_longest_text_is_the_last_that_fits() -> None:

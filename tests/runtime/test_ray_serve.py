@@ -134,7 +134,7 @@ def test_the_same_session_id_reaches_the_replica_with_the_picture(
 
 @pytest.mark.ray
 def test_errors_and_keys_are_those_of_the_server(cluster: tuple[str, int], client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="The server has m, m:none"):
+    with pytest.raises(openai.NotFoundError, match="The server has: m, m:none"):
         client.chat.completions.create(model="other", messages=asked(pictures(1, 2)[0], QUESTION))
     assert httpx.get(f"{cluster[0]}/v1/models").status_code == 401
 

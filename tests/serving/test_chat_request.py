@@ -201,7 +201,7 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
-        ({"model": "other"}, 404, "The server has m, m:none, m:retain-64"),
+        ({"model": "other"}, 404, "The server has: m, m:none, m:retain-64"),
         ({"model": ["m"]}, 404, "model is"),
         ({"model": "m:none", "budget": "retain-64"}, 400, "model names the budget none"),
         ({"tool_choice": "required"}, 400, "there are no tools"),

@@ -219,7 +219,7 @@ def test_a_client_that_goes_away_frees_its_place(stream: bool, pipe: Pipeline, p
 def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["m", "m:none", "m:retain-64", "m:retain-192"]
     assert client.models.retrieve("m:none").id == "m:none"
-    with pytest.raises(openai.NotFoundError, match="The server has m, m:none"):
+    with pytest.raises(openai.NotFoundError, match="The server has: m, m:none"):
         client.models.retrieve("other/model")
     assert httpx.get(f"{address}/health").json() == {"status": "ok", "model": "m", "backend": "ort-cpu"}
 
@@ -238,7 +238,7 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
 def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
     with pytest.raises(openai.BadRequestError, match="n is 2"):
         client.chat.completions.create(model="m", messages=asked(photo), n=2)
-    with pytest.raises(openai.NotFoundError, match="The server has m, m:none"):
+    with pytest.raises(openai.NotFoundError, match="The server has: m, m:none"):
         client.chat.completions.create(model="gpt", messages=asked(photo))
     # What is found only while the request runs.
     long, many = asked(photo, "very " * 3000 + "long?"), asked(photo) * 4

@@ -8,13 +8,13 @@ the export. `tests/support/models/preset_facts.py` writes it, and a test compare
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from sinkprune.contract.budgets import FAMILIES, Plan, prune_layers
-from sinkprune.contract.checks import Bounds, Width, from_json, unknown_name
+from sinkprune.contract.checks import OPTIONAL, Bounds, Width, from_json, unknown_name
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.files.untrusted import read_json
@@ -25,6 +25,7 @@ from sinkprune.contract.manifest import (
     GraphSpec,
     LanguageModel,
     Manifest,
+    PolicyFacts,
     Tokens,
     Tower,
     decoder_segments,
@@ -33,6 +34,8 @@ from sinkprune.contract.precision import WeightForms
 
 _PRESETS_FILE = Path(__file__).with_name("presets.json")
 _METHOD = "sinkpruner"
+_CAMERAS = 3
+"""The cameras of a policy's preset, as in openpi's `pi0_base`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class WeightBytes:
     """0 without a projector."""
     layer: Annotated[int, Bounds(1, 1 << 50)]
     """One decoder layer."""
-    head: Annotated[int, Bounds(1, 1 << 50)]
+    last_layer: Annotated[int, Bounds(1, 1 << 50)]
+    """The last decoder layer, of which a policy computes keys and values only."""
+    after: dict[str, Annotated[int, Bounds(1, 1 << 50)]]
+    """By name, the graphs after the decoder: `head`, or those of a policy's expert."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class PresetFacts:
     most_visual_tokens: Width
     vision_graph: GraphSpec
     weight_bytes: WeightBytes
+    policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
 
 
 @cache
@@ -76,7 +83,8 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
     segments, weights = decoder_segments(cuts, lm.num_layers), facts.weight_bytes
     sizes = {"vision": weights.vision, **({facts.projector: weights.projector} if facts.projector else {})}
     sizes |= {f"decoder_{number}": len(layers) * weights.layer for number, layers in enumerate(segments)}
-    sizes["head"] = weights.head
+    sizes[f"decoder_{len(segments) - 1}"] += weights.last_layer - weights.layer
+    sizes |= weights.after
     plans = {
         budget: Plan(
             sanitizer="sanitizer",
@@ -99,7 +107,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
         language_model=lm,
         vision=facts.vision,
         most_visual_tokens=facts.most_visual_tokens,
-        max_images=1,
+        max_images=_CAMERAS if facts.policy else 1,
         projector=facts.projector,
         processor=facts.processor,
         tokens=Tokens(0, (), "", ""),
@@ -107,6 +115,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
         budgets=budgets,
         plans={_METHOD: plans},
         graphs={graph: facts.vision_graph if graph == "vision" else GraphSpec("", (), ()) for graph in sizes},
+        policy=facts.policy,
         files={f"graphs/weights/{graph}.bin": FileSpec(size, "") for graph, size in sizes.items()},
     )
 

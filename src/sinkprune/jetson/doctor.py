@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import WholeNumber, counted, to_json, unknown_name
 from sinkprune.contract.command_line.command import entry_point
@@ -34,8 +35,6 @@ from sinkprune.jetson.findings import (
 )
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
     BudgetFit,
     FormFit,
     ModelFit,
@@ -148,11 +147,6 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: Size,
     presets = read_presets()
     if Path(model).exists():
         bundle = read_runnable(model)
-        if bundle.manifest.policy is not None:
-            raise UsageError(
-                f"'{model}' is a robot policy (family '{bundle.manifest.family}'), and this report is about models "
-                "that answer. Leave it out; sinkprune-profile measures it."
-            )
         kind: ModelState = "engines" if bundle.engines else "bundle"
         return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, wanted), picture)
     if model not in presets:
@@ -192,25 +186,17 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
             "or give the bundle."
         )
     enforced = bundle.engines.manifest.enforced_limits
-    prompt, new = enforced.get("prompt_tokens"), enforced.get("new_tokens")
     board = target.board if backend == target.backend else None
-    return replace(
-        target,
-        backend=backend,
-        board=board,
-        prompt_tokens=min(PROMPT_TOKENS, prompt or PROMPT_TOKENS),
-        new_tokens=min(NEW_TOKENS, new or NEW_TOKENS),
-        most_text=prompt + new if prompt and new else None,
-    )
+    prompt, new = enforced.get("prompt_tokens"), enforced.get("new_tokens")
+    return replace(target, backend=backend, board=board, most_prompt=prompt, most_new=new)
 
 
 _UNKNOWN = "-"
 
 
 def budget_table(model: ModelFit) -> Table:
-    """Return a row for each form of weights and budget: memory, bounds of times and the longest context."""
-    timed = model.has_bounds
-    table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
+    """Return a row for each form of weights and budget: memory, bounds of times, and the longest text of answers."""
+    table = make_table(["weights", "budget"], ["visual\ntokens", "memory\nGB", *_bound_headings(model)])
     for form in model.forms:
         name = _form_name(model, form)
         for budget, rows in model.rows.items():
@@ -221,8 +207,7 @@ def budget_table(model: ModelFit) -> Table:
                 plain_text(budget),
                 visual,
                 _memory(fit),
-                *_time_cells(fit),
-                _UNKNOWN if fit.longest_text is None else str(fit.longest_text),
+                *_bound_cells(fit),
             )
             name = ""
     return table
@@ -249,9 +234,11 @@ def _form_name(model: ModelFit, form: FormFit) -> str:
 
 
 def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
-    """Return a row for each preset: its recommendation, with memory, bounds of times and the longest context."""
-    timed = any(model.has_bounds for model in models)
-    table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
+    """Return a row for each of these presets, all policies or none: its recommendation, with memory and bounds."""
+    # Time to first token includes the prefill, for which a row has no room.
+    timed = models[0].has_bounds and models[0].policy is None
+    headings = _bound_headings(models[0])[timed:]
+    table = make_table(["preset", "weights", "budget"], ["memory\nGB", "build\nGB", *headings])
     found = {one.model: one for one in recommended}
     for model in models:
         one = found.get(model.name)
@@ -261,73 +248,116 @@ def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) 
         form = next(form for form in model.forms if form.decoder_form == one.weights)
         fit = form.budgets[one.budget]
         build = _gigabytes(form.build.memory_bytes) if form.build else _UNKNOWN
-        table.add_row(
-            model.name,
-            one.weights,
-            one.budget,
-            _memory(fit),
-            build,
-            *_time_cells(fit)[timed:],
-            _UNKNOWN if fit.longest_text is None else str(fit.longest_text),
-        )
+        table.add_row(model.name, one.weights, one.budget, _memory(fit), build, *_bound_cells(fit)[timed:])
     return table
 
 
 def legend(report: DoctorReport) -> Iterator[str]:
-    model, requests = report.models[0], dict[tuple[int, int], list[str]]()
-    for each in report.models:
-        requests.setdefault((each.prompt_tokens, each.new_tokens), []).append(each.name)
-    for (prompt, new), names in requests.items():
-        of = f" of {', '.join(names)}" if len(requests) > 1 else ""
-        words = f"a prompt of {counted(prompt, 'token')} and {counted(new, 'new token')}"
-        yield f"GB{of}: memory for one picture, {words}."
+    """Yield a line for each thing in the tables that needs words."""
+    requests = dict[str, list[str]]()
+    for model in report.models:
+        requests.setdefault(_request(model), []).append(model.name)
+    for request, names in requests.items():
+        yield f"memory{f' of {_few(names)}' if len(requests) > 1 else ''}: for {request}."
     if report.usable_bytes:
         yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
-    built = any(form.build for form in model.forms)
-    if report.overview:
-        if built:
-            yield "build: memory for the largest graph, without activations."
-        yield "none: no weights fit, or their engines cannot be built there."
-    else:
-        yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
-        if built:
-            yield "files: weights without embeddings. build: memory for the largest graph, without activations."
-            yield "disk: what a build takes next to the bundle, at most."
-    yield "text: the most tokens of prompt and answer together that fit after the picture."
-    if any(form.exported for one in report.models for form in one.forms):
-        yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
-    if not any(model.has_bounds for model in report.models):
-        yield "token GB: bytes that a token reads, weights and cache."
-        yield "Bounds of times are known only for TensorRT on a board."
-        return
-    timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
-    yield f"{timed}: the least milliseconds that the datasheet allows, for each."
-    yield "TTFT: vision tower and prefill; preparing the picture is not counted."
     if not report.overview:
-        yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+        yield "visual tokens: of the pictures > into the LLM > in its last layer."
+    if any(form.build for model in report.models for form in model.forms):
+        yield "build: memory for the largest graph, without activations."
+        if not report.overview:
+            yield "files: weights without embeddings. disk: what a build takes next to the bundle, at most."
+    if report.overview:
+        yield "none: no weights fit, or their engines cannot be built there."
+    if any(form.exported for model in report.models for form in model.forms):
+        yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
+    answering = [model for model in report.models if model.policy is None]
+    if answering:
+        yield "text: the most tokens of prompt and answer together that fit after the picture."
+        if any(model.has_bounds for model in answering):
+            prefill = "" if report.overview else "prefill, "
+            yield f"{prefill}TTFT, token: the least that the datasheet allows, for each. Bounds, not forecasts."
+            yield "TTFT: vision tower and prefill; preparing the picture is not counted."
+            if prefill:
+                yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+        if not all(model.has_bounds for model in answering):
+            yield "token GB: bytes that a token reads, weights and cache."
+    if len(answering) < len(report.models):
+        yield "FLOPs, bytes: bounds of a chunk by either, at so many denoising steps. It takes at least the larger."
+        yield "bytes: weights once, and those of the expert and the cache in each step."
+    if not all(model.has_bounds for model in report.models):
+        yield "Bounds of times are known only for TensorRT on a board."
 
 
-def recommendation(found: Recommendation, report: DoctorReport) -> str:
-    model = next(model for model in report.models if model.name == found.model)
+_SHOWN = 4
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _request(model: ModelFit) -> str:
+    """Return the words for what memory and bounds are for."""
+    prompt = f"a prompt of {counted(model.prompt_tokens, 'token')}"
+    if model.policy:
+        return f"a frame of {counted(model.policy.cameras, 'camera')} and {prompt}"
+    return f"one picture, {prompt} and {counted(model.new_tokens, 'new token')}"
+
+
+def verdicts(report: DoctorReport) -> Iterator[str]:
+    """Yield whether each model fits, and how to run it; of all presets, which fit."""
+    found = {one.model: one for one in report.recommendations}
+    if report.overview:
+        names = f": {', '.join(found)}" if found else ""
+        yield f"{len(found)} of {counted(len(report.models), 'preset')} fit{names}."
+        return
+    for model in report.models:
+        one = found.get(model.name)
+        yield recommendation(one, model) if one else f"{model.name} does not fit on {model.backend}."
+
+
+def recommendation(found: Recommendation, model: ModelFit) -> str:
+    """Return in words that a model fits, how to run it and why."""
+    form = next(
+        form for form in model.forms if (form.decoder_form, form.precision) == (found.weights, found.precision)
+    )
     same = sum(form.decoder_form == found.weights for form in model.forms)
     weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
-    text = f"{found.model}: {weights} at {found.budget} on {found.backend}. {found.why}"
-    return f"{text} {found.faster}" if found.faster else text
+    fit = form.budgets[found.budget]
+    needs = f"{found.model} fits: {weights} at {found.budget} on {found.backend}, in {gigabytes(fit.memory_bytes)}."
+    least = ""
+    if model.policy and model.has_bounds:
+        bounds = fit.chunks[str(model.policy.steps)]
+        ms = max(bounds.flops_ms or 0, bounds.bytes_ms or 0)
+        chunk = f"a chunk of {model.policy.actions} actions at {model.policy.steps} steps"
+        least = f"By the datasheet, {chunk} takes at least {_two_digits(ms)} ms (a bound, no forecast)."
+    return " ".join(filter(None, (needs, found.why, found.faster, least)))
 
 
-def _time_headings(timed: bool) -> list[str]:
-    return ["prefill", "TTFT", "token"] if timed else ["token GB"]
+def _bound_headings(model: ModelFit) -> list[str]:
+    """Return the headings of the bounds, in the order of `_bound_cells`."""
+    if model.policy is None:
+        return [*(["prefill ms", "TTFT ms", "token ms"] if model.has_bounds else ["token GB"]), "text tokens"]
+    units = ("FLOPs,\nms at", "bytes,\nms at") if model.has_bounds else ("TFLOP\nat", "GB read\nat")
+    return [f"{unit}\n{steps} steps" for unit in units for steps in model.forms[0].budgets[UNPRUNED].chunks]
 
 
-def _time_cells(fit: BudgetFit) -> list[str]:
-    bounds = fit.bounds
+def _bound_cells(fit: BudgetFit) -> list[str]:
+    bounds, text = fit.bounds, _UNKNOWN if fit.longest_text is None else str(fit.longest_text)
+    if fit.chunks:
+        flops = [chunk.flops / 1e12 if chunk.flops_ms is None else chunk.flops_ms for chunk in fit.chunks.values()]
+        read = [chunk.bytes / 1e9 if chunk.bytes_ms is None else chunk.bytes_ms for chunk in fit.chunks.values()]
+        return [*map(_two_digits, flops), *map(_two_digits, read)]
     if bounds is None:
-        return [_gigabytes(fit.decode_bytes, digits=2)]
+        return [_gigabytes(fit.decode_bytes, digits=2), text]
     times = (bounds.prefill_ms, bounds.encoder_flops_ms + bounds.prefill_ms, bounds.token_ms)
-    # Two digits at least.
-    ms = [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in times]
-    prefill = f"{ms[0]}{'w' if bounds.by_weights else ' '}"
-    return [prefill, *ms[1:]]
+    ms = [*map(_two_digits, times)]
+    return [f"{ms[0]}{'w' if bounds.by_weights else ' '}", *ms[1:], text]
+
+
+def _two_digits(value: float) -> str:
+    """Return a number with two digits at least, and none of its zeros left out."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _memory(fit: BudgetFit) -> Text:
@@ -350,24 +380,40 @@ _MAX_PIXELS = "for small things export with a larger --max-pixels (docs/pictures
 
 
 def print_report(report: DoctorReport) -> None:
+    """Print the verdict and what to do, and then the reasons: findings, the machine, tables and their legend."""
     console = TableConsole(_WIDTH, soft_wrap=False)
-    rows = _machine_rows(report.machine) if report.machine else iter(())
-    for name, text in (*rows, *_board_rows(report.board_facts, report)):
-        console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
+    for line in verdicts(report):
+        console.print(plain_text(line), style="bold")
+    for title, lines in (("First:", report.first), ("Next:", report.next)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            # A comment would make the line longer than most terminals.
+            command, _, comment = line.partition("  # ")
+            console.print(plain_text(f"  {command}"), soft_wrap=True)
+            if comment:
+                console.print(plain_text(f"  # {comment}"), soft_wrap=True)
+    if report.first and not report.next:
+        console.print("  Then run sinkprune-doctor again: it prints the commands.")
+    console.print()
     for finding in report.findings:
         console.print(_finding(finding), soft_wrap=True)
     if report.machine and not report.findings:
         console.print("No problems found.")
+    rows = _machine_rows(report.machine) if report.machine else iter(())
+    for name, text in (*rows, *_board_rows(report.board_facts, report)):
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
     if report.overview:
-        console.print()
-        console.print(overview(report.models, report.recommendations))
+        for acts in (False, True):
+            console.print()
+            models = [model for model in report.models if (model.policy is not None) == acts]
+            console.print(overview(models, report.recommendations))
     for model in () if report.overview else report.models:
         width, height = model.picture
+        cameras = f"{counted(model.policy.cameras, 'camera')} with frames of" if model.policy else "a picture of"
         console.print()
         console.print(
-            plain_text(
-                f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
-            ),
+            plain_text(f"{model.name}: {model.visual_tokens} visual tokens of {cameras} {width}x{height}"),
             style="bold",
             soft_wrap=True,
         )
@@ -381,17 +427,6 @@ def print_report(report: DoctorReport) -> None:
     console.print()
     for line in legend(report):
         console.print(plain_text(line), style="dim")
-    if report.recommendations and not report.overview:
-        console.print("\nRecommended:", style="bold")
-        for found in report.recommendations:
-            console.print(plain_text(f"  {recommendation(found, report)}"), soft_wrap=True)
-    for title, lines in (("First:", report.first), ("Next:", report.next)):
-        if lines:
-            console.print(f"\n{title}", style="bold")
-        for line in lines:
-            console.print(plain_text(f"  {line}"), soft_wrap=True)
-    if report.first and not report.next:
-        console.print("  Then run sinkprune-doctor again: it prints the commands.")
 
 
 def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
@@ -438,7 +473,8 @@ def _board_rows(board: Board | None, report: DoctorReport) -> Iterator[tuple[str
     int8 = f", {board.int8_tops:g} TOPS int8" if board.int8_tops else ""
     figures = f"{board.memory_gb} GB, {board.gb_per_s:g} GB/s, {board.fp16_tflops:g} TFLOP/s fp16{int8}"
     yield "power modes", ", ".join(board.power_modes)
-    yield "datasheet", f"{figures} (dense, fastest power mode; verify before quoting)"
+    yield "datasheet", figures
+    yield "", "dense, in the fastest power mode; verify before quoting"
     if report.machine is None and report.usable_bytes:
         yield "for programs", f"about {gigabytes(report.usable_bytes)}, without a desktop"
 

@@ -15,6 +15,7 @@ from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
     ModelFit,
+    PolicyInputs,
     Recommendation,
     best_form,
     recommend,
@@ -337,20 +338,29 @@ def next_steps(
 
 
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
-    folder = shlex.quote(model.name)
+    folder, runs = shlex.quote(model.name), "sinkprune-act" if model.policy else "sinkprune-run"
+    request = _REQUEST if model.policy is None else _observation(model.policy)
     method = "" if model.method in ("", DEFAULT_METHOD) else f" --method {shlex.quote(model.method)}"
     plan = f"{method} --budget {found.budget}"
     if model.kind == "engines":
-        yield f"sinkprune-run {folder} {_REQUEST}{plan}"
+        yield f"{runs} {folder} {request}{plan}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
-        limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
+        # A policy's engines are for its own prompts.
+        text = f" --max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
+        limits = "" if model.policy else text
         own = next(form for form in model.forms if form.exported)
         move = " --move" if own.build and own.build.needs_move else ""
-        yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}{move}"
-        yield f"sinkprune-run {engines} {_REQUEST}{plan}"
+        yield f"sinkprune-build {folder} -o {engines} --target tensorrt{limits}{move}"
+        yield f"{runs} {engines} {request}{plan}"
     else:
-        yield f"sinkprune-run {folder} --backend {model.backend} {_REQUEST}{plan}"
+        yield f"{runs} {folder} --backend {model.backend} {request}{plan}"
+
+
+def _observation(policy: PolicyInputs) -> str:
+    """Return the options of `sinkprune-act` for a moment, with a state that the policy knows from its training."""
+    cameras = " ".join(["--camera PICTURE.jpg"] * policy.cameras)
+    return f'{cameras} --instruction "INSTRUCTION" --state {",".join(f"{number:.4g}" for number in policy.state)}'
 
 
 def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:
@@ -367,4 +377,6 @@ def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str
     # opset20 runs wherever opset24 runs.
     if "opset20" in (model.dialect, dialect):
         words += ["--dialect", "opset20"]
+    if model.policy:
+        words += ["--max-images", str(model.policy.cameras)]
     return " ".join(words)

@@ -2,13 +2,14 @@
 
 The bounds are a roofline's. A prefill takes at least its FLOPs at the board's dense peak, and at least one read of
 the weights. A token takes at least a read of weights and cache. So of two forms at one budget, the one that reads
-fewer bytes a token has the lower bounds of all times: a prefill has the same FLOPs in both.
+fewer bytes a token has the lower bounds of all times: a prefill has the same FLOPs in both. A policy's chunk has a
+prefill, the prefix, and denoising steps in place of tokens.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,10 +18,18 @@ from PIL import Image
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import Target
 from sinkprune.contract.files.manifest_file import FileSpec
-from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest
 from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
-from sinkprune.contract.schedule import Schedule, VisualLayout, decode_bytes, prefill_flops, schedule
+from sinkprune.contract.schedule import (
+    Schedule,
+    VisualLayout,
+    decode_bytes,
+    expert_flops,
+    prefill_flops,
+    prefix_flops,
+    schedule,
+)
 from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
 from sinkprune.jetson.boards import Board
 from sinkprune.runtime.backends.known import KNOWN
@@ -103,6 +112,10 @@ def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 """Tokens of text in prompt and answer, for needs and bounds, unless engines accept fewer."""
+_INSTRUCTION_TOKENS, _INSTRUCTION_AND_STATE_TOKENS = 20, 160
+"""The same of a policy's prompt, as in docs/policies.md: without and with the state."""
+_FEWER_STEPS = (5, 2)
+"""Numbers of denoising steps in a report, besides the checkpoint's own."""
 BOARD_BACKEND = "tensorrt"
 ModelState = Literal["preset", "bundle", "engines"]
 """The state of a model: not exported, a folder of graphs, or a folder of engines."""
@@ -125,11 +138,9 @@ class TargetMachine:
     """The board for bounds; None without a datasheet."""
     disk_free: int | None = None
     """Free bytes for engines; None is unknown."""
-    prompt_tokens: int = PROMPT_TOKENS
-    new_tokens: int = NEW_TOKENS
-    """Tokens of text in the requests of the report."""
-    most_text: int | None = None
-    """The most tokens of prompt and answer together that engines accept; None without a limit."""
+    most_prompt: int | None = None
+    most_new: int | None = None
+    """The most tokens of a prompt and of an answer that engines accept; None without a limit."""
 
     @property
     def precision(self) -> PrecisionName:
@@ -160,6 +171,20 @@ class TimeBounds:
 
 
 @dataclass(frozen=True)
+class ChunkBounds:
+    """What a policy's chunk takes at least, at a number of denoising steps: bounds, not forecasts."""
+
+    flops: int
+    """Of the tower on all cameras, the projector, the prefix and all denoising steps."""
+    bytes: int
+    """Read: the weights of tower, projector and decoder once, and those of the expert and the cache in each step."""
+    flops_ms: float | None
+    """The least milliseconds by FLOPs, at the board's dense fp16 peak; None without a datasheet."""
+    bytes_ms: float | None
+    """The least milliseconds by bytes, at the board's peak bandwidth; None without a datasheet."""
+
+
+@dataclass(frozen=True)
 class BudgetFit:
     """A form of weights at a budget."""
 
@@ -169,13 +194,16 @@ class BudgetFit:
     """None if the machine's memory is unknown."""
     kv_bytes: int
     decode_bytes: int
-    """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
+    """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt. Of a policy:
+    bytes that a denoising step reads, weights of the expert and the cache."""
     bounds: TimeBounds | None
-    """Known for TensorRT on a board."""
+    """Known for TensorRT on a board; None for a policy."""
     longest_text: int | None
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
 
-    None if the machine's memory is unknown."""
+    None if the machine's memory is unknown, and for a policy."""
+    chunks: dict[str, ChunkBounds]
+    """The bounds of a policy's chunk, by the number of denoising steps; empty for a model that answers."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +232,24 @@ class BudgetRows:
     tokens_per_layer: tuple[int, ...]
     """Visual tokens at each decoder layer."""
     prefill_flops: int
+    """Of a policy: those of the prefix."""
     encoder_flops: int
     """Of the vision tower, and of the projector on the rows that reach it."""
+    step_flops: int | None
+    """Of one denoising step of a policy; None for a model that answers."""
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy acts on, and what it returns."""
+
+    cameras: int
+    state: tuple[float, ...]
+    """A state in the middle of the training data, in the robot's units."""
+    actions: int
+    """The actions of a chunk."""
+    steps: int
+    """The checkpoint's number of denoising steps."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +269,7 @@ class ModelFit:
     picture: tuple[int, int]
     """Width and height in pixels."""
     visual_tokens: int
-    """Of the picture, unpruned."""
+    """Of the picture, or of a policy's cameras together, unpruned."""
     seen_share: float
     """The share of the picture's area that the model sees, with its own fit."""
     seen_part: str | None
@@ -240,11 +284,10 @@ class ModelFit:
     """The pruning method of the budgets in `rows`; empty for a bundle without any."""
     rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether bounds are known, which they are for TensorRT on a board."""
-        return any(fit.bounds for form in self.forms for fit in form.budgets.values())
+    policy: PolicyInputs | None
+    """None for a model that answers."""
+    has_bounds: bool
+    """Whether bounds of times are known, which they are for TensorRT on a board."""
 
     def fitting(self) -> Iterator[tuple[FormFit, str]]:
         """Yield the forms that fit, each with its first budget that fits. An unknown fit counts as a fit."""
@@ -257,6 +300,8 @@ class ModelFit:
 def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, picture: tuple[int, int]) -> ModelFit:
     """Return how the model of `manifest` fits `target`, for one image with the size `picture` (width, height).
 
+    A policy has such a frame of each camera.
+
     Raises `BundleError` for a malformed processor in the manifest, and `ImageError` for a size that the model does
     not accept.
     """
@@ -264,19 +309,23 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
     # The method of commands that name none, else the first of the bundle.
     method = DEFAULT_METHOD if DEFAULT_METHOD in manifest.plans else next(iter(manifest.plans), "")
     names = [UNPRUNED, *manifest.plans.get(method, {})]
-    schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
-    lm, rows = manifest.language_model, dict[str, BudgetRows]()
+    policy = manifest.policy
+    layouts = [layout] * (manifest.max_images if policy else 1)
+    schedules = {budget: schedule(manifest, method, budget, layouts) for budget in names}
+    lm, rows, (prompt, new) = manifest.language_model, dict[str, BudgetRows](), _text(manifest, target)
     for budget, planned in schedules.items():
         visual = planned.per_layer(lm.num_layers)
+        lengths = [count + prompt for count in visual]
         rows[budget] = BudgetRows(
             tokens_per_layer=tuple(visual),
-            prefill_flops=prefill_flops(lm, [count + target.prompt_tokens for count in visual]),
-            encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
+            prefill_flops=(prefix_flops if policy else prefill_flops)(lm, lengths),
+            encoder_flops=len(layouts) * layout.tower_flops + layout.projector_flops * planned.rows,
+            step_flops=expert_flops(policy, lengths) if policy else None,
         )
     forms = []
     for stored, exported in _stored(manifest, kind, target):
         budgets = {
-            budget: _budget_fit(stored, kind, planned, layout, rows[budget], target)
+            budget: _budget_fit(stored, kind, planned, layouts, rows[budget], target)
             for budget, planned in schedules.items()
         }
         count = sum(map(stored.weight_bytes, stored.graphs))
@@ -292,17 +341,28 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         dialect=manifest.dialect,
         backend=target.backend,
         picture=picture,
-        visual_tokens=layout.all_tokens,
+        visual_tokens=len(layouts) * layout.all_tokens,
         seen_share=layout.seen_share,
         seen_part=seen_part(layout) if layout.seen_share < 1 else None,
         seen_size=layout.seen_size,
         seen_smaller=smaller_picture(layout) or None,
-        prompt_tokens=target.prompt_tokens,
-        new_tokens=target.new_tokens,
+        prompt_tokens=prompt,
+        new_tokens=new,
         method=method,
         rows=rows,
         forms=tuple(forms),
+        policy=PolicyInputs(len(layouts), policy.usual_state, policy.chunk, policy.steps) if policy else None,
+        has_bounds=target.board is not None,
     )
+
+
+def _text(manifest: Manifest, target: TargetMachine) -> tuple[int, int]:
+    """Return the tokens of text in prompt and answer, for needs and bounds."""
+    prompt, new = PROMPT_TOKENS, NEW_TOKENS
+    if manifest.policy:
+        prompt = _INSTRUCTION_AND_STATE_TOKENS if manifest.policy.state_in_prompt else _INSTRUCTION_TOKENS
+        prompt, new = min(prompt, manifest.policy.most_prompt_tokens or prompt), 0
+    return min(prompt, target.most_prompt or prompt), min(new, target.most_new or new)
 
 
 def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iterator[tuple[Manifest, bool]]:
@@ -323,26 +383,31 @@ def _budget_fit(
     stored: Manifest,
     kind: ModelState,
     planned: Schedule,
-    layout: VisualLayout,
+    layouts: Sequence[VisualLayout],
     rows: BudgetRows,
     target: TargetMachine,
 ) -> BudgetFit:
+    prompt, new = _text(stored, target)
+
     def need(tokens: int) -> MemoryNeed:
         built = kind == "engines"
         memory = KNOWN[target.backend].memory
-        return running_need(stored, memory, built=built, layouts=[layout], planned=planned, tokens=tokens)
+        return running_need(stored, memory, built=built, layouts=layouts, planned=planned, tokens=tokens)
 
-    here = need(target.prompt_tokens + target.new_tokens)
-    cache = cache_bytes(stored, planned, target.prompt_tokens)
-    step = decode_bytes(stored, cache)
-    bounds = None
-    if target.board:
+    here = need(prompt + new)
+    cache = cache_bytes(stored, planned, prompt)
+    step = stored.weight_bytes(EXPERT) + cache if stored.policy else decode_bytes(stored, cache)
+    bounds = longest = None
+    if target.board and not stored.policy:
         per_ms, bytes_per_ms = target.board.fp16_tflops * 1e9, target.board.gb_per_s * 1e6
         flops = (rows.encoder_flops / per_ms, rows.prefill_flops / per_ms)
         bounds = TimeBounds(*flops, (step - cache) / bytes_per_ms, step / bytes_per_ms)
-    most = max(stored.language_model.max_positions - planned.rows, 0)
-    room = range((most if target.most_text is None else min(most, target.most_text)) + 1)
-    text = bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1
+    if target.usable_bytes and not stored.policy:
+        most = max(stored.language_model.max_positions - planned.rows, 0)
+        if target.most_prompt and target.most_new:
+            most = min(most, target.most_prompt + target.most_new)
+        room = range(most + 1)
+        longest = max(bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1, 0)
     return BudgetFit(
         memory=here,
         memory_bytes=here.bytes,
@@ -350,8 +415,24 @@ def _budget_fit(
         kv_bytes=cache,
         decode_bytes=step,
         bounds=bounds,
-        longest_text=max(text, 0) if target.usable_bytes else None,
+        longest_text=longest,
+        chunks=_chunks(stored, rows, step, target.board),
     )
+
+
+def _chunks(stored: Manifest, rows: BudgetRows, step_bytes: int, board: Board | None) -> dict[str, ChunkBounds]:
+    """Return the bounds of a policy's chunk by the number of denoising steps; empty for a model that answers."""
+    policy, found = stored.policy, dict[str, ChunkBounds]()
+    if policy is None:
+        return found
+    # What depends on the time alone runs once for each time.
+    once = sum(stored.weight_bytes(graph) for graph in stored.graphs if graph not in (EXPERT, MODULATION))
+    for steps in (policy.steps, *(fewer for fewer in _FEWER_STEPS if fewer < policy.steps)):
+        flops = rows.encoder_flops + rows.prefill_flops + steps * (rows.step_flops or 0)
+        read = once + steps * step_bytes
+        flops_ms = flops / (board.fp16_tflops * 1e9) if board else None
+        found[str(steps)] = ChunkBounds(flops, read, flops_ms, read / (board.gb_per_s * 1e6) if board else None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -416,15 +497,16 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
     form, budget = best
     compared = [name for name in usable_forms(model) if _fits(name, budget)]
     size, least = gigabytes(form.budgets[budget].decode_bytes), _fewest_bytes(compared, budget)
-    why, faster = f"Only {form.decoder_form} fits.", None
+    why, faster, each = f"Only {form.decoder_form} fits.", None, "denoising step" if model.policy else "token"
     if own is not None:
-        why = f"'{model.name}' fits as it is. sinkprune-run compares the sums of its files."
+        runs = "sinkprune-act" if model.policy else "sinkprune-run"
+        why = f"'{model.name}' fits as it is. {runs} compares the sums of its files."
         if least is not form and model.kind != "engines":
             new, weights = gigabytes(least.budgets[budget].decode_bytes), least.decoder_form
-            faster = f"Weights in {weights} would read {new} a token, these {size}: export with --weights {weights}."
+            faster = f"Weights in {weights} would read {new} a {each}, these {size}: export with --weights {weights}."
     elif len(compared) > 1:
-        names = ", ".join(other.decoder_form for other in compared)
-        why = f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {size}."
+        others = " and ".join(other.decoder_form for other in compared if other is not form)
+        why = f"It reads the fewest bytes a {each}, {size}; {others} would fit too."
     return Recommendation(
         model=model.name,
         weights=form.decoder_form,

@@ -17,14 +17,19 @@ from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.jetson import boards as presets
 from sinkprune.jetson.boards import PresetFacts, WeightBytes
 
-ANSWERING = [name for name, config in PRESETS.items() if read_family(name, config).policy({}) is None]
-"""The presets that answer. `sinkprune-doctor` has no row for a robot policy, which has an expert and no head."""
-
 
 def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -> dict[str, WeightedGraph]:
-    """The graphs with weights of a decoder of one layer, whose states are fp16; no weight is read."""
-    graphs = {}
-    for name, write in family.graphs([range(1)], ()).items():
+    """The graphs with weights, whose states are fp16; no weight is read.
+
+    `decoder_0` is the first layer of the decoder and `decoder_1` the last. An expert has all its layers.
+    """
+    graphs, layers = {}, family.language_model.num_layers
+    ends = family.graphs([range(1), range(layers - 1, layers)], ())
+    for name, write in {
+        **family.graphs([range(layers)], ()),
+        "decoder_0": ends["decoder_0"],
+        "decoder_1": ends["decoder_1"],
+    }.items():
         matrices = form_of(vision_form if name == "vision" else form, 128)
         graphs[name] = WeightedGraph(
             name, PRECISIONS["fp16"], load_dialect("opset24"), matrices, lambda name, shape: None
@@ -51,14 +56,16 @@ def facts_of(name: str, config: Mapping[str, Any]) -> PresetFacts:
             vision=graphs["vision"].bytes,
             projector=graphs[family.projector].bytes if family.projector else 0,
             layer=graphs["decoder_0"].bytes,
-            head=graphs["head"].bytes,
+            last_layer=graphs["decoder_1"].bytes,
+            after={name: graphs[name].bytes for name in ("head", "modulation", "expert") if name in graphs},
         ),
+        policy=family.policy({}),
     )
 
 
 def written() -> str:
     """The content of `presets.json`."""
-    facts = {name: to_json(facts_of(name, PRESETS[name])) for name in ANSWERING}
+    facts = {name: to_json(facts_of(name, config)) for name, config in PRESETS.items()}
     return json.dumps(facts, indent=1) + "\n"
 
 

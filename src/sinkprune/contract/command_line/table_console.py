@@ -61,12 +61,12 @@ def noise_note(what: str, repeat: int, spreads: Iterable[Spread]) -> str:
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Return an empty table with left-aligned columns, then right-aligned ones, by their headings."""
+    """Return an empty table with left-aligned columns, then right-aligned ones, by headings of one line or more."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in left:
-        table.add_column(plain_text(heading), no_wrap=True)
+        table.add_column(Text(escaped(heading, keep="\n")), no_wrap=True)
     for heading in right:
-        table.add_column(plain_text(heading), justify="right", no_wrap=True)
+        table.add_column(Text(escaped(heading, keep="\n")), justify="right", no_wrap=True)
     return table
 
 
