@@ -501,6 +501,7 @@ examples:
   sinkprune-doctor llava-7b llava-7b-int4                # which of these bundles fit, and what to run next
   sinkprune-doctor --board orin-nano-8gb                 # needs and bounds on a board, from anywhere
   sinkprune-doctor --board agx-orin-64gb qwen2.5-vl-7b --picture 1280x720
+  sinkprune-doctor --board agx-orin-32gb pi0.5           # a robot policy: the bounds of its chunks
   sinkprune-doctor --json > machine.json
 
 Bounds come from datasheets, not from measurements; memory on boards is an estimate: docs/doctor.md.
