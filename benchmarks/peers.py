@@ -27,6 +27,7 @@ from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
 from peer_engines.report import ACTIONS, ANSWERS, Words, as_json, plot, read_line, table
 from peer_engines.rounds import PlainRead, Plan, measure, sittings
+from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
@@ -147,7 +148,7 @@ def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
         return model, PRESETS[model]
     path = Path(model)
     if path.suffix != ".json":
-        raise UsageError(f"'{model}' is no preset and no config.json; presets: {', '.join(PRESETS)}.")
+        raise UsageError(unknown_name(f"'{model}' is no preset and no config.json", model, PRESETS, "Presets are"))
     return path.stem, read_json(path.parent, path.name)
 
 

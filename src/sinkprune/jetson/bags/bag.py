@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from sinkprune.contract.checks import format_value, needs_package
+from sinkprune.contract.checks import format_value, guessed, needs_package
 from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.contract.files.output_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
@@ -136,7 +136,8 @@ class Bag:
             listed = [f"{name} ({self.topics[name].type_name})" for name in sorted(self.topics)[:_MOST_LISTED]]
             more = f" and {len(self.topics) - _MOST_LISTED} more" if len(self.topics) > _MOST_LISTED else ""
             raise BagError(
-                f"'{self.path}' has no topic {format_value(topic)}. Its topics are: {', '.join(listed)}{more}."
+                f"'{self.path}' has no topic {format_value(topic)}{guessed(topic, self.topics) or '.'} Its topics "
+                f"are: {', '.join(listed)}{more}."
                 if listed
                 else f"'{self.path}' has no topics."
             )
