@@ -78,7 +78,7 @@ def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsN
     graphs = weight_graphs(read_family(name, PRESETS[name]), form, "int8")
     for graph, built in graphs.items():
         if graph == "decoder_1":
-            # The last layer: what a policy computes of it is in `test_a_preset_s_manifest_is_the_one_of_its_bundle`.
+            # The last layer: `test_a_chunk_by_hand` has what a policy computes of it.
             continue
         layers = len(other.segments[0]) if graph == "decoder_0" else 1
         # A tower has weights that are no linear layer's: its first convolution, positions.
