@@ -284,8 +284,8 @@ class PolicyLoop:
         move needs several. `hold` makes the action of a tick without a new one from the last: the same is right for
         positions, `np.zeros_like` for movements. `on_chunk` gets the report of each chunk, in the second thread.
 
-        Raises `UsageError` for numbers out of range and for a way to join that does not exist, for `trained` with a policy that
-        was not trained with held actions, and `TypeError`.
+        Raises `UsageError` for numbers out of range, for a way to join that does not exist, and for `trained` with a
+        policy that was not trained with held actions; and `TypeError`.
         """
         if join not in JOINS:
             raise UsageError(f"join is {format_value(join)}, expected {', '.join(JOINS)}.")
