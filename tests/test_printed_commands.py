@@ -189,6 +189,13 @@ def test_files_and_targets_that_commands_name_exist() -> None:
             assert set(named.split(",")) <= extras, f"{place}: {text}"
 
 
+def test_nothing_advises_to_install_this_package_by_name() -> None:
+    """No registry has the package, so the name may become a stranger's."""
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.[ps][yh]")]
+    by_name = re.compile(r"pip install[^\n]*['\" ]sinkprune\b(?!\.)")
+    assert [str(file) for file in files if by_name.search(file.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda block: f"{block.page}:{block.line}")
 def test_a_python_snippet_runs_by_itself(snippet: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # As in a new file: the snippet imports and loads all that it uses.

@@ -209,7 +209,7 @@ def test_an_altered_bundle(bundle: Bundles, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
 def test_tensorrt_is_missing(bundle: Bundles, tmp_path: Path) -> None:
     outcome = build(bundle("gqa-112", "fp16"), tmp_path / "engines", "--target", "tensorrt")
-    assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install 'sinkprune[tensorrt]'")
+    assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install --editable '.[tensorrt]'")
 
 
 def test_too_little_memory(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tm
     assert done.returncode == 2, done.stderr
     assert done.stderr == (
         f"error: exporting needs the package '{package}', which is not installed. "
-        "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later).\n"
+        "Install it with Python 3.11 or later: pip install --editable '.[export]' (in the clone).\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -72,7 +72,7 @@ def test_the_environment_is_the_one_of_the_jetpack(jetpack: str, revision: str, 
     assert f"JetPack {jetpack}" in done.stdout
     assert board.calls() == [
         f"{python} -I -m venv --system-site-packages {VENV}",
-        "python -I -m pip install --no-input --disable-pip-version-check sinkprune[cpu,jetpack]",
+        f"python -I -m pip install --no-input --disable-pip-version-check {ROOT}[cpu,jetpack]",
     ]
     assert (board.root / VENV[1:] / "bin" / "sinkprune-doctor").exists()
 
@@ -144,7 +144,7 @@ def test_a_failure_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
 def test_an_environment_that_worked_is_put_back_when_its_successor_fails(board: ScratchBoard) -> None:
     assert board.setup().returncode == 0
     before = board.files()
-    assert board.setup("--source", "broken", fails="python").returncode == 1
+    assert board.setup("--source", str(SETUP.parent), fails="python").returncode == 1
     assert board.files() == before
 
 
@@ -152,7 +152,7 @@ def test_an_environment_that_worked_is_put_back_when_its_successor_fails(board: 
 def test_a_killed_set_up_is_undone(number: int, board: ScratchBoard) -> None:
     assert board.setup().returncode == 0
     before = board.files()
-    running = board.begin("--source", "newer", "--swap", "8", hangs="mkswap")
+    running = board.begin("--source", str(SETUP.parent), "--swap", "8", hangs="mkswap")
     until = time.monotonic() + 30
     while not board.hangs():
         assert time.monotonic() < until
@@ -161,9 +161,9 @@ def test_a_killed_set_up_is_undone(number: int, board: ScratchBoard) -> None:
     assert running.wait(30) != 0
     if number == signal.SIGKILL:
         # Only the next run can undo the changes, and a dry run does not.
-        assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
+        assert f"{SETUP.parent.resolve()}[" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
         assert board.setup("--dry-run").returncode == 0
-        assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
+        assert f"{SETUP.parent.resolve()}[" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
         done = board.setup()
         assert "a former set-up was cut off: undoing it" in done.stdout
         assert "environment: as it should be" in done.stdout
@@ -214,6 +214,7 @@ def test_a_dry_run_prints_the_changes_and_makes_none(board: ScratchBoard) -> Non
         ({}, ("--swap", "none"), {}, "--swap is 'none', expected GB"),
         ({}, ("--venv", "here"), {}, "expected a path that begins with /"),
         ({}, ("--venv", "/etc"), {}, "no environment"),
+        ({}, ("--source", "sinkprune"), {}, "--source is 'sinkprune', which is not there"),
         ({}, ("--turbo",), {}, "unknown option '--turbo'"),
     ],
     ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
@@ -233,6 +234,16 @@ def test_a_board_or_an_option_that_does_not_fit_is_rejected_before_any_change(
     assert message.replace("ROOT", str(board.root)) in done.stderr
     assert board.calls() == []
     assert board.files() == before
+
+
+def test_outside_of_a_checkout_nothing_is_installed_by_name(board: ScratchBoard, tmp_path: Path) -> None:
+    (tmp_path / "jetson").mkdir()
+    for name in ("setup.sh", "boards.json"):
+        shutil.copy(SETUP.parent / name, tmp_path / "jetson" / name)
+    words = [str(tmp_path / "jetson" / "setup.sh"), *board.words()[1:]]
+    done = subprocess.run(words, env=board.environment_of({}), capture_output=True, text=True)
+    assert done.returncode == 2 and "no checkout around this script" in done.stderr, done
+    assert board.calls() == []
 
 
 def test_nothing_of_the_current_folder_is_run(board: ScratchBoard, tmp_path: Path) -> None:

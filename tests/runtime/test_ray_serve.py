@@ -181,5 +181,5 @@ def test_a_wrong_budget_is_refused_before_a_replica_starts(path: Path) -> None:
 
 def test_without_the_extra_it_names_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"'ray', which is not installed.*pip install 'sinkprune\[ray\]'"):
+    with pytest.raises(UsageError, match=r"'ray', which is not installed.*pip install --editable '\.\[ray\]'"):
         build({"bundle": str(path)})

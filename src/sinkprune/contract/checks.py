@@ -419,6 +419,14 @@ def needs_package(doing: str, install: str, error: type[SinkpruneError] = UsageE
         ) from missing
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package.
+
+    It never has the package's name: no registry has this package, so a stranger may register the name there.
+    """
+    return f"pip install --editable '.[{extra}]' (in the clone)"
+
+
 _PACKAGE = str(Path(__file__).parents[1])
 
 

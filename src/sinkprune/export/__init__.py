@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sinkprune.contract.checks import WholeNumber
+from sinkprune.contract.checks import WholeNumber, install_command
 from sinkprune.contract.errors import SinkpruneError
 
 MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
@@ -33,5 +33,5 @@ def report_missing_package(doing: str) -> Iterator[None]:
             raise
         raise SinkpruneError(
             f"{doing} needs the package '{package}', which is not installed. "
-            "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
+            f"Install it with Python 3.11 or later: {install_command('export')}."
         ) from error

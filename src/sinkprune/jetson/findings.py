@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.memory import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
@@ -144,8 +145,8 @@ def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[F
     for backend in dict.fromkeys(model.backend for model in models if model.backend in on_cpu()):
         for name in KNOWN[backend].libraries:
             if name not in machine.python.libraries:
-                extra = f"pip install 'sinkprune[{_EXTRAS[name]}]'"
-                yield Finding(True, f"'{backend}' needs {name}, which is not installed", extra, (backend,))
+                missing = f"'{backend}' needs {name}, which is not installed"
+                yield Finding(True, missing, install_command(_EXTRAS[name]), (backend,))
 
 
 def dialect_limit(backend: str, jetpacks: Sequence[JetPack], onnxruntime: str | None = None) -> str:
@@ -271,7 +272,7 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
                 _BACKENDS.get(name, ()),
             )
     if not any(name in libraries for name in _BACKENDS):
-        yield Finding(True, "no engine library is installed", "pip install 'sinkprune[cpu]'")
+        yield Finding(True, "no engine library is installed", install_command("cpu"))
 
 
 def _tensorrt_bundle_findings(model: ModelFit) -> Iterator[Finding]:

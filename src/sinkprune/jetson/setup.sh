@@ -25,7 +25,7 @@ usage() {
 usage: sudo jetson/setup.sh [options]
 
   --venv DIR         the virtual environment (default: /opt/sinkprune/venv)
-  --source SPEC      what pip installs: a checkout, a wheel or a requirement (default: this checkout, else sinkprune)
+  --source PATH      what pip installs: a checkout or a wheel (default: this checkout)
   --power-mode MODE  the name or number of a mode in /etc/nvpmodel.conf, for example MAXN_SUPER
   --clocks           hold the clocks at their maximum (jetson_clocks); with --service at every boot
   --swap GB          add a swap file of this size at /swapfile-sinkprune
@@ -187,7 +187,11 @@ check_all() {
   check_board
   check_release
   check_python
-  source=${source:-$([[ -f $here/../pyproject.toml ]] && dirname "$here" || echo sinkprune)}
+  # Never by name: no registry has this package, so the name may become a stranger's.
+  if [[ -z $source && -f $here/../../../pyproject.toml ]]; then source=$here/../../..; fi
+  [[ -n $source ]] || refuse "there is no checkout around this script. Name one, or a wheel, with --source."
+  [[ -e $source ]] || refuse "--source is '$source', which is not there. Expected a checkout or a wheel."
+  source=$(realpath -- "$source")
   if [[ -e $root$venv && ! -f $root$venv/pyvenv.cfg ]]; then
     refuse "'$root$venv' is there and no environment. Choose another place with --venv."
   fi

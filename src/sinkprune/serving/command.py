@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import WholeNumber, escaped, needs_package
+from sinkprune.contract.checks import WholeNumber, escaped, install_command, needs_package
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, json_outputs, write_json
 from sinkprune.contract.command_line.progress import status
@@ -193,7 +193,7 @@ def _api_key(options: Options) -> str | None:
 
 def _import_app() -> Any:
     """Return the module `serving.app`; raises `UsageError` without the extra `server`."""
-    with needs_package("the server", "pip install 'sinkprune[server]'"):
+    with needs_package("the server", install_command("server")):
         import uvicorn  # noqa: F401
 
         from sinkprune.serving import app

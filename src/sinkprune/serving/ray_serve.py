@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sinkprune.contract.checks import WholeNumber, needs_package
+from sinkprune.contract.checks import WholeNumber, install_command, needs_package
 from sinkprune.contract.errors import PictureWarning, UsageError
 from sinkprune.runtime.commands.options import Options, bundle_parser
 from sinkprune.runtime.system import usable_cores
@@ -49,7 +49,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     options = _parse(arguments)
     # A wrong option should end the command, not each replica.
     read_app_bundle(options)
-    with needs_package("Ray Serve", "pip install 'sinkprune[ray]'"):
+    with needs_package("Ray Serve", install_command("ray")):
         from ray import serve
         from ray.serve.config import RequestRouterConfig
     deployment = serve.deployment(

@@ -16,6 +16,6 @@ def test_without_lerobot_the_scripts_print_how_to_install_it(script: str) -> Non
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
         r"error: .* needs the package '(draccus|lerobot)', which is not installed\. Install it with: pip install "
-        r"'sinkprune\[cpu,lerobot\]' \(docs/lerobot\.md\)\n",
+        r"--editable '\.\[cpu,lerobot\]' \(in the clone\); see docs/lerobot\.md\n",
         done.stderr,
     )

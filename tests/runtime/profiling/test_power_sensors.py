@@ -215,7 +215,7 @@ def test_the_error_without_a_sensor_names_all_that_were_tried(
         open_sensor("auto", on_gpu=on_gpu, root=tmp_path)
     rapl = "does not cover the GPU" if on_gpu else f"there is no RAPL counter of a processor below '{tmp_path}/sys"
     assert f"; rapl: {rapl}" in str(none.value)
-    assert "; nvml: nvidia-ml-py is not installed. Install it with: pip install 'sinkprune[nvml]'. " in str(
+    assert "; nvml: nvidia-ml-py is not installed. Install it with: pip install --editable '.[nvml]'" in str(
         none.value
     )
 

@@ -82,7 +82,7 @@ class ScratchBoard:
 
     def words(self, *options: str) -> list[str]:
         """Return the command that runs the script here."""
-        return [str(SETUP), "--root", str(self.root), "--source", "sinkprune", *options]
+        return [str(SETUP), "--root", str(self.root), *options]
 
     def calls(self) -> list[str]:
         """Return the calls that change something since the last call of this method, without the root."""

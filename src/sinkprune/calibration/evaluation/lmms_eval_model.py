@@ -1,6 +1,6 @@
 """Bundles as a model of `lmms-eval`, the harness that compares multimodal LLMs.
 
-    pip install 'sinkprune[cpu,lmms-eval]'
+    pip install --editable '.[cpu,lmms-eval]'     # in the clone
     lmms-eval --model sinkprune --model_args bundle=llava-7b,budget=retain-64 --tasks pope,mme,gqa
 
 A task's prompt and longest answer must fit the model's positions together; `--gen_kwargs max_new_tokens=32` shortens

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks import escaped, format_value, needs_package
+from sinkprune.contract.checks import escaped, format_value, install_command, needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
 
 SIGNATURE_BYTES = 64
 _KEY_BYTES = 64 << 10
 _MAKE = "Make a pair with: openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out KEY.pub"
-_INSTALL = "pip install 'sinkprune[sign]'"
+_INSTALL = install_command("sign")
 
 Sign = Callable[[bytes], bytes]
 """Returns the signature of its argument."""

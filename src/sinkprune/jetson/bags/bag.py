@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from sinkprune.contract.checks import format_value, guessed, needs_package
+from sinkprune.contract.checks import format_value, guessed, install_command, needs_package
 from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.contract.files.output_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
@@ -165,7 +165,7 @@ def open_bag(path: Path) -> Bag:
 
     Raises `UsageError` without the extra `robots`, and for files whose order is unclear.
     """
-    with needs_package("reading bags", "pip install 'sinkprune[robots]'"):
+    with needs_package("reading bags", install_command("robots")):
         for name in ("mcap", "lz4", "zstandard", "yaml"):
             import_module(name)
     if not path.is_dir():

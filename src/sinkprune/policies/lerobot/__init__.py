@@ -4,5 +4,7 @@ Modules of this folder need LeRobot, and nothing else of this package imports th
 `--discover_packages_path=sinkprune.policies.lerobot`, which imports them all.
 """
 
-INSTALL = "pip install 'sinkprune[cpu,lerobot]' (docs/lerobot.md)"
+from sinkprune.contract.checks import install_command
+
+INSTALL = f"{install_command('cpu,lerobot')}; see docs/lerobot.md"
 """How to install what the modules need."""

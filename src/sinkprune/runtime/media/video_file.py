@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks import check_path, checks_options, needs_package
+from sinkprune.contract.checks import check_path, checks_options, install_command, needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.media.clip import UnopenedVideo, check_indices, collected
 from sinkprune.runtime.media.images import open_media
@@ -262,7 +262,7 @@ class VideoFile:
     def _stream(self) -> Iterator[tuple[Any, Any, BinaryIO]]:
         """Yield the container, its first video stream and their file; raises `VideoError`."""
         install = (
-            "pip install 'sinkprune[video]', or give the frames as a list. Only bundles of families with clips "
+            f"{install_command('video')}, or give the frames as a list. Only bundles of families with clips "
             "(Qwen2-VL, Qwen2.5-VL, Qwen3-VL) take either."
         )
         with needs_package("reading video files", install, VideoError):

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.child_processes import find_program
 from sinkprune.contract.errors import NoSensorError, PowerError
 
@@ -92,9 +93,7 @@ def open_nvml(root: Path) -> Sensor:
     try:
         import pynvml
     except ImportError as error:
-        raise NoSensorError(
-            "nvidia-ml-py is not installed. Install it with: pip install 'sinkprune[nvml]'."
-        ) from error
+        raise NoSensorError(f"nvidia-ml-py is not installed. Install it with: {install_command('nvml')}.") from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

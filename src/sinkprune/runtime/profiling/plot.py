@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.contract.checks import counted, needs_package
+from sinkprune.contract.checks import counted, install_command, needs_package
 from sinkprune.contract.report import BudgetReport, EngineHeader, ProfileReport, RateReport
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -43,7 +43,7 @@ def import_matplotlib() -> Any:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # It warns if its list of fonts takes more than five seconds.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    with needs_package("--plot", "pip install 'sinkprune[plot]'"):
+    with needs_package("--plot", install_command("plot")):
         from matplotlib.figure import Figure
     return Figure
 

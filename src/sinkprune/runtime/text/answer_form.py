@@ -13,7 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks import counted, format_value, needs_package
+from sinkprune.contract.checks import counted, format_value, install_command, needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
 
@@ -240,7 +240,7 @@ def regex_grammar(regex: str, lead: str = "") -> str:
 
 def load_llguidance() -> Any:
     """Return the package llguidance; raises `UsageError` where it is not installed."""
-    install = "pip install 'sinkprune[structured]', or give a closed list of answers as choice."
+    install = f"{install_command('structured')}, or give a closed list of answers as choice."
     with needs_package("an answer by schema, regex or tools", install):
         import llguidance
     return llguidance

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
@@ -123,7 +124,7 @@ class OrtBackend(Backend):
         if provider_name(self.provider) not in available:
             raise BackendError(
                 f"backend '{name}' needs {provider_name(self.provider)}, this onnxruntime has {', '.join(available)}."
-                " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
+                f" For CUDA: pip uninstall onnxruntime && {install_command('cuda')}."
             )
         share_arena(ort)
         self.name = name

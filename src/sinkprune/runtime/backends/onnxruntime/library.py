@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError
 
 DTYPES: dict[str, Any] = {
@@ -34,7 +35,7 @@ def import_onnxruntime(name: str) -> Any:
     except ImportError as error:
         raise BackendError(
             f"'{name}' needs onnxruntime, and its import failed: {error}. "
-            "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
+            f"Install it with: {install_command('cpu')}, or extra cuda for an NVIDIA GPU."
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
 from sinkprune.runtime.backends.known import Compute
@@ -35,7 +36,7 @@ def import_openvino(name: str) -> Any:
     except ImportError as error:
         raise BackendError(
             f"'{name}' needs openvino, and its import failed: {error}. "
-            "Install it with: pip install 'sinkprune[openvino]'."
+            f"Install it with: {install_command('openvino')}."
         ) from error
     finally:
         if not known:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -34,8 +35,8 @@ from sinkprune.runtime.system import Turns
 
 _INSTALL = {
     "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
-    "elsewhere: pip install 'sinkprune[tensorrt]'",
-    "tensorrt-rtx": "Install it with: pip install 'sinkprune[tensorrt-rtx]'",
+    f"elsewhere: {install_command('tensorrt')}",
+    "tensorrt-rtx": f"Install it with: {install_command('tensorrt-rtx')}",
 }
 
 
