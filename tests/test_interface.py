@@ -223,3 +223,12 @@ def test_the_version_loads_no_library() -> None:
     )
     assert done.stdout.startswith(f"sinkprune {__version__}\n")
     assert not {"numpy", "rich", "PIL"} & {*done.stdout.split()}
+
+
+def test_help_lists_the_question_before_the_machine(sinkprune: Callable[..., Outcome]) -> None:
+    for command, first in (("run", "--image"), ("profile", "--image"), ("act", "--camera"), ("evaluate", "--data")):
+        printed = sinkprune(command, "--help").stdout
+        places = [printed.index(f"\n{title}:\n") for title in ("picture and question", "budget", "backend", "output")]
+        assert places == sorted(places)
+        assert places[0] < printed.index(f"\n  {first} ") < places[1]
+        assert printed.index(first) < printed.index("--backend {")

@@ -62,11 +62,12 @@ Measured = TypeVar("Measured")
 def task_parser(name: str, description: str, examples: str, *, limit: str, drawn: str) -> CommandParser:
     """Return a parser with the questions and plans to measure; `limit` is help, `--plot` draws what `drawn` names."""
     parser = bundle_parser(name, description, examples)
-    add = parser.add_argument
+    add = parser.group("picture and question").add_argument
     add("--data", type=PathOrName, default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
+    add("--limit", type=LIMIT, metavar="N", help=limit)
+    add = parser.group("budget").add_argument
     add("--methods", type=name_list, help="comma-separated (default: all of the bundle)")
     add("--budgets", type=name_list, help="comma-separated; none is always run (default: all of the bundle)")
-    add("--limit", type=LIMIT, metavar="N", help=limit)
     add_report_options(parser, drawn)
     return parser
 
@@ -76,14 +77,15 @@ def add_changing_options(parser: CommandParser) -> None:
 
     Backends that run built engines only are no choices.
     """
-    add = parser.add_argument
+    add = parser.group("backend").add_argument
     backends = [name for name, spec in KNOWN.items() if spec.runs_new_budgets]
     add("--backend", choices=backends, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
-    add_fit_option(parser)
+    add_fit_option(parser.group("picture and question"))
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add = parser.group("trust").add_argument
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
-    add_trust_options(parser)
+    add_trust_options(parser.group("trust"))
     add_sign_option(parser, "the bundle")
 
 

@@ -241,22 +241,27 @@ class MemoryNeed:
         least = (self.weights + self.cache) // 2 if self.on_gpu else self.bytes
         if 0 < free < least:
             raise TooLittleMemoryError(
-                f"not enough memory: {what} needs {self.summary}, {gigabytes(free)} are free. End other programs, "
-                f"use a machine with more, or {way_out}."
+                f"not enough memory: {what} {memory_line(self, free)}. End other programs, use a machine with more, "
+                f"or {way_out}."
             )
 
-    @property
-    def summary(self) -> str:
-        """Return the need in words: "about 3.1 GB (weights 2.0 GB, ...)"."""
+    def summary(self, needed: str) -> str:
+        """Return the need in words: "about 3.1 GB (weights 2.0 GB, ...)"; `needed` are all its bytes."""
         parts = {"weights": self.weights, "KV cache": self.cache, "activations": self.activations}
         listed = ", ".join(f"{name} {gigabytes(count)}" for name, count in parts.items())
         where = " of the GPU's memory" if self.on_gpu else ""
-        return f"about {gigabytes(self.bytes)}{where} ({listed})"
+        return f"about {needed}{where} ({listed})"
 
 
-def gigabytes(count: int) -> str:
+def gigabytes(count: int, digits: int = 1) -> str:
     """Return a number of bytes in words: "3.1 GB", or "12 MB" below a tenth of a gigabyte."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
+    return f"{count / 1e9:.{digits}f} GB" if count >= 1e8 else f"{count / 1e6:.{digits - 1}f} MB"
+
+
+def compared_sizes(*counts: int) -> list[str]:
+    """Return numbers of bytes in words, with so many digits that different numbers look different."""
+    shown = ([gigabytes(count, digits) for count in counts] for digits in range(1, 10))
+    return next(words for words in shown if len(set(words)) == len(set(counts)))
 
 
 def running_need(
@@ -313,7 +318,8 @@ def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) 
 
 def memory_line(need: MemoryNeed, free: int) -> str:
     """Return the first line of a command: its need, and the free memory if it is known."""
-    return f"needs {need.summary}" + (f", {gigabytes(free)} are free" if free else "")
+    needed, left = compared_sizes(need.bytes, free)
+    return f"needs {need.summary(needed)}" + (f", {left} are free" if free else "")
 
 
 def decoder_bytes(manifest: Manifest, rows: int) -> int:

@@ -39,7 +39,8 @@ class DeadlineOptions(RunExtension):
 
     @staticmethod
     def add_options(parser: CommandParser) -> None:
-        parser.add_argument(
+        add = parser.group("budget").add_argument
+        add(
             "--deadline-ms",
             type=DEADLINE_MS,
             metavar="MS",
@@ -47,7 +48,7 @@ class DeadlineOptions(RunExtension):
             "--max-new-tokens tokens meets them. Needs --warm-up or calibrate schedule once on this machine, or "
             "--costs",
         )
-        parser.add_argument(
+        add(
             "--warm-up",
             action="store_true",
             help="measure the costs of requests on this machine before the answer, and keep them for later runs; "

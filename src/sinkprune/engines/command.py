@@ -226,14 +226,14 @@ def _parser() -> CommandParser:
         help="compare engines with their graphs on this picture, and reject those that differ: see sinkprune-check",
     )
     add("--check-prompt", "--prompt", metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
-    add_fit_option(parser)
+    add_fit_option(parser.group("picture and question"))
     add("--force", action="store_true", help="replace existing engines")
     add(
         "--move",
         action="store_true",
         help="for small disks: remove each graph from BUNDLE when its engine is complete, and BUNDLE at the end",
     )
-    add_trust_options(parser)
+    add_trust_options(parser.group("trust"))
     add_sign_option(parser, "the engines")
     parser.add_json("the summary")
     return parser

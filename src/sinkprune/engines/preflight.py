@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sinkprune.contract.bundle import ANY_SHAPE, Bundle, OptimisationProfiles, Target
 from sinkprune.contract.errors import OutOfMemoryError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, Manifest
-from sinkprune.contract.memory import available_bytes
+from sinkprune.contract.memory import available_bytes, compared_sizes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20
@@ -86,11 +86,10 @@ def need_and_free(
     bundle: Bundle, graph: str, profiles: OptimisationProfiles, memories: tuple[BuildMemory, ...]
 ) -> str:
     """Return the beginning of a sentence: the bytes of each memory that `graph` needs, and those that are free."""
-    needs = [
-        f"about {needed_bytes(bundle, graph, profiles, memory) / 1e9:.1f} GB of {memory.name}, of which "
-        f"{memory.free / 1e9:.1f} GB are free"
-        for memory in memories
-    ]
+    needs = []
+    for memory in memories:
+        needed, free = compared_sizes(needed_bytes(bundle, graph, profiles, memory), memory.free)
+        needs.append(f"about {needed} of {memory.name}, of which {free} are free")
     return f"building '{graph}' needs {', and '.join(needs)}"
 
 

@@ -27,7 +27,7 @@ from sinkprune.contract.manifest import (
     Tokens,
     decoder_segments,
 )
-from sinkprune.contract.memory import available_bytes
+from sinkprune.contract.memory import available_bytes, compared_sizes
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.export.dialects import load_dialect
@@ -87,7 +87,8 @@ def export_bundle(
         shallow = [list(export.weight_graphs([range(max(0, depth - layers), depth)])) for layers in (1, 2)]
         memory = _check_memory(family, shallow[-1], precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
-        with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
+        way_out = "take a smaller model" if "int4" in export.forms.decoder else "export with --weights int4"
+        with replacing(output, BUNDLE, needed, way_out, force=force) as root:
             needs(memory, needed)
             export.expected = _whole(family, shallow, lambda graph: graph.values) + _table_size(family)
             built = export.weight_graphs(decoder_segments(cut_after, lm.num_layers))
@@ -237,9 +238,10 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
     # Once as read, once as written.
     needed, free = 2 * largest * precision.numpy.itemsize, available_bytes()
     if 0 < free < needed:
+        wanted, left = compared_sizes(needed, free)
         raise CheckpointError(
-            f"no memory for the largest tensor: it has {largest} values, for which {needed / 1e9:.1f} GB are needed; "
-            f"{free / 1e9:.1f} GB are free. Free memory, or export on a larger machine"
+            f"no memory for the largest tensor: it has {largest} values, for which {wanted} are needed; "
+            f"{left} are free. Free memory, or export on a larger machine"
             f"{' or with --precision fp16' if precision.name == 'fp32' else ''}."
         )
     return needed + _LIBRARIES_BYTES

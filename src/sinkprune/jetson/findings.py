@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.manifest import DialectName
-from sinkprune.contract.memory import gigabytes
+from sinkprune.contract.memory import compared_sizes, gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
@@ -105,19 +105,19 @@ def model_findings(
     for model in models:
         if not any(model.fitting()):
             least = min(fit.memory_bytes for form in model.forms for fit in form.budgets.values())
+            needed, free = compared_sizes(least, memory)
             yield _stop_model(
                 model,
-                f"'{model.name}' fits in no form: it needs at least {gigabytes(least)}, "
-                f"{gigabytes(memory)} are available",
+                f"'{model.name}' fits in no form: it needs at least {needed}, {free} are available",
                 "use a smaller model or a board with more memory; if little is missing, end other programs there",
             )
         elif model.kind != "preset" and not any(form.exported for form, _ in model.fitting()):
             form = next(form for form in model.forms if form.exported)
             least = min(fit.memory_bytes for fit in form.budgets.values())
+            needed, free = compared_sizes(least, memory)
             yield _stop_model(
                 model,
-                f"'{model.name}' needs at least {gigabytes(least)} as it is exported, "
-                f"{gigabytes(memory)} are available",
+                f"'{model.name}' needs at least {needed} as it is exported, {free} are available",
                 _smaller(model),
             )
         else:
@@ -175,8 +175,10 @@ def _stop_model(model: ModelFit, found: str, do: str) -> Finding:
 
 
 def _smaller(model: ModelFit) -> str:
-    best = best_form(model)
-    return f"export it again with --weights {best[0].decoder_form}" if best else "use a smaller model"
+    best, exported = best_form(model), {form.decoder_form for form in model.forms if form.exported}
+    if best is None or best[0].decoder_form in exported:
+        return "use a smaller model"
+    return f"export it again with --weights {best[0].decoder_form}"
 
 
 def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
@@ -186,10 +188,11 @@ def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
     if not wanted or any(form in wanted for form in usable_forms(model)):
         return
     build = min((form.build for form in wanted if form.build), key=lambda build: build.memory_bytes)
+    needed, free = compared_sizes(build.memory_bytes, memory)
     yield _stop_model(
         model,
-        f"engines of '{model.name}' cannot be built here: a build needs about {gigabytes(build.memory_bytes)} of "
-        f"memory ({gigabytes(memory)} are free) and, with --move, {gigabytes(build.moving_disk_bytes)} of disk",
+        f"engines of '{model.name}' cannot be built here: a build needs about {needed} of "
+        f"memory ({free} are free) and, with --move, {gigabytes(build.moving_disk_bytes)} of disk",
         f"end other programs and free disk, or {_smaller(model)}",
     )
 

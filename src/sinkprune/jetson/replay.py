@@ -451,13 +451,14 @@ def _parser() -> Any:
     parser = bundle_parser(
         "sinkprune replay", "Answer a question about the frames of a recording of ROS 2.", _EXAMPLES
     )
-    add = parser.add_argument
-    add("bag", type=Path, metavar="BAG", help="a folder of rosbag2, or a file of it: .mcap or .db3")
+    parser.add_argument("bag", type=Path, metavar="BAG", help="a folder of rosbag2, or a file of it: .mcap or .db3")
+    add = parser.group("picture and question").add_argument
     add("--topic", required=True, help="the topic, of sensor_msgs/msg/Image or CompressedImage")
     places = "{image} marks the frame's place, for chat templates that keep the order (default: frame first)"
     add("--prompt", required=True, help=f"the question; {places}")
-    add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
-    add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
+    parser.group("budget").add_argument(
+        "--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)"
+    )
     add_method(parser)
     add_most_tokens(parser, DEFAULT_NEW_TOKENS)
     add_system(parser)
@@ -469,6 +470,8 @@ def _parser() -> Any:
     add("--start", type=_START, metavar="SECONDS", help="begin so long after the topic's first frame")
     add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
     add("--limit", type=_LIMIT, metavar="N", help="take at most N frames, with those that cannot be decoded")
+    add = parser.group("output").add_argument
+    add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
     add("--force", action="store_true", help="replace an existing OUT.mcap")
     add("--no-overlay", action="store_true", help="draw no kept and dropped tokens")
     parser.add_json("the counts of frames and the times")

@@ -167,17 +167,18 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         "Return a robot policy's next chunk of actions, from frames, instruction and state.",
         _EXAMPLES,
     )
-    add = parser.add_argument
+    question, budget = parser.group("picture and question"), parser.group("budget").add_argument
     folders = "; or a folder of frames, for a chunk each in the order of the numbers in their names"
-    add_cameras(parser, folders, required=True)
-    add("--instruction", "--prompt", required=True, help="what the robot is to do")
+    add_cameras(question, folders, required=True)
+    question.add_argument("--instruction", "--prompt", required=True, help="what the robot is to do")
     add_state(parser, required=True)
-    add_method(parser)
-    add(
+    budget(
         "--budget",
         default=UNPRUNED,
         help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
     )
+    add_method(parser)
+    add = parser.group("answer").add_argument
     add(
         "--steps",
         type=STEPS,
@@ -185,14 +186,14 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         help="denoising steps; with --deadline-ms the most (default: the checkpoint's)",
     )
     add("--seed", type=SEED, help="repeat the noise that chunks begin with (default: new noise each time)")
-    add(
+    budget(
         "--deadline-ms",
         type=DEADLINE_MS,
         metavar="MS",
         help="milliseconds for a chunk, with reading its frames. Chooses the largest budget that is expected in time "
         "with --min-steps, and as many steps as fit. Measures what budgets cost here first, unless that is known",
     )
-    add(
+    budget(
         "--warm-up",
         action="store_true",
         help="measure the costs of chunks on this machine, also where they are known, and keep them for later runs; "
@@ -203,7 +204,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         "costs of chunks on this machine, from write_costs in Python (default: those that an earlier run kept, or "
         "else measured ones)",
     )
-    add(
+    budget(
         "--min-steps",
         type=STEPS.named("--min-steps"),
         metavar="N",
@@ -211,7 +212,9 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         "--steps)",
     )
     add_loop_options(parser)
-    add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
+    parser.group("output").add_argument(
+        "--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture"
+    )
     parser.add_json("the actions and their figures")
     return parser.parse(arguments, Options)
 

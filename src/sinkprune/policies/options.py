@@ -128,7 +128,7 @@ def add_state(parser: CommandParser, *, required: bool) -> None:
     """Add `--state`."""
     # The first number may be negative. argparse takes "-0.1,0.2" for an option, before Python 3.14.
     parser._negative_number_matcher = _NEGATIVE
-    parser.add_argument(
+    parser.group("picture and question").add_argument(
         "--state",
         required=required,
         metavar="N,N,...",

@@ -188,7 +188,7 @@ class PolicyProfile(ProfileExtension):
     @staticmethod
     def add_options(parser: CommandParser) -> None:
         add_state(parser, required=False)
-        parser.add_argument(
+        parser.group("answer").add_argument(
             "--steps",
             type=_step_list,
             metavar="N,N",

@@ -61,8 +61,11 @@ def add_app_options(parser: CommandParser) -> None:
     """Add what the application answers, and its limits."""
     add = parser.add_argument
     add("--name", help="the model's name (default: the name of the bundle's folder, to which a link leads)")
-    add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
-    add("--method", default=DEFAULT_METHOD, help=f"the method of requests that name none (default: {DEFAULT_METHOD})")
+    budget = parser.group("budget").add_argument
+    budget("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    budget(
+        "--method", default=DEFAULT_METHOD, help=f"the method of requests that name none (default: {DEFAULT_METHOD})"
+    )
     add_costs(parser)
     add("--api-key", metavar="KEY", help="the key that every request must have")
     add(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.commands.run import RunExtension
 
 
-def add_form_options(parser: argparse.ArgumentParser) -> None:
+def add_form_options(parser: CommandParser) -> None:
     """Add the options of an answer's form; `read_form` reads them."""
-    add = parser.add_argument
+    add = parser.group("answer").add_argument
     add("--schema", type=Path, metavar="FILE.json", help="answer in JSON that conforms to the JSON schema in a file")
     add("--regex", metavar="REGEX", help="answer with a text that matches a regular expression")
     add(

@@ -13,7 +13,7 @@ class WarmOption(ProfileExtension):
 
     @staticmethod
     def add_options(parser: CommandParser) -> None:
-        parser.add_argument(
+        parser.group("measurement").add_argument(
             "--warm",
             action="store_true",
             help="also measure the request as a second question about the picture in a session",

@@ -143,6 +143,9 @@ def test_bad_questions_are_refused_before_anything_is_loaded(
     truncated.write_bytes(photo_file.read_bytes()[:20_000])
     image = ("--image", photo_file)
     assert_refused(run(command, good, "--image", tmp_path / "no.jpg", *ASK), "no.jpg", "no such file")
+    for url in ("https://example.com/a.jpg", "data:image/png;base64,AAAA"):
+        assert_refused(run(command, good, "--image", url, *ASK), f"'{url}' is a URL; download it first")
+    assert_refused(run(command, "https://example.com/b", *ASK, "--image", good), "is a URL, expected a bundle")
     assert_refused(run(command, good, "--image", empty, *ASK), "empty.jpg", "0 bytes")
     assert_refused(run(command, good, "--image", text, *ASK), "text.jpg", "not an image")
     assert_refused(run(command, good, "--image", truncated, *ASK), "truncated.jpg", "truncated")

@@ -56,8 +56,8 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     assert "is a FIFO, expected a regular file" in refusal(tmp_path / "fifo.mp4")
     assert "is a device" in refusal(Path("/dev/zero"))
     assert "is a folder" in refusal(tmp_path)
-    # An address is a file's name here, and there is no such file.
-    assert "no such file" in refusal(Path("http://127.0.0.1:9/clip.mp4"))
+    with pytest.raises(VideoError, match=r"'http://127.0.0.1:9/clip.mp4' is a URL; download it first"):
+        VideoFile(Path("http://127.0.0.1:9/clip.mp4"))
 
 
 def test_metadata_that_is_not_utf_8_is_no_obstacle(pictures: list[Image.Image], tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _parser() -> CommandParser:
         limit="the first N questions only",
         drawn="accuracy against visual tokens",
     )
-    add = parser.add_argument
+    add = parser.group("measurement").add_argument
     add("--blind", action="store_true", help="use grey pictures, to measure the accuracy of guessing")
     add(
         "--plant-outliers",
@@ -132,7 +132,9 @@ def _parser() -> CommandParser:
         help="turn the least salient 1 %% of each picture's tokens into high-norm, salient outliers after the tower",
     )
     add_most_tokens(parser, NEW_TOKENS)
-    add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
+    parser.group("output").add_argument(
+        "--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each"
+    )
     return parser
 
 

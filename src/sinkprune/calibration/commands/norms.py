@@ -99,14 +99,15 @@ def _parser() -> CommandParser:
         "Measure the norms of a vision tower's tokens over pictures, and suggest how many outliers to remove.",
         _EXAMPLES,
     )
-    parser.add_argument(
+    add = parser.group("picture and question").add_argument
+    add(
         "--data",
         type=PathOrName,
         default=SCENES,
         help=f"pictures: a folder (files ending in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
     )
-    parser.add_argument("--limit", type=LIMIT, metavar="N", help="the first N pictures only (default: all)")
-    parser.add_argument(
+    add("--limit", type=LIMIT, metavar="N", help="the first N pictures only (default: all)")
+    parser.group("output").add_argument(
         "--heatmaps",
         type=Path,
         metavar="FOLDER",

@@ -169,10 +169,10 @@ def _parser() -> CommandParser:
         metavar="SHARE",
         help="the same for each layer's output (default: 0.3)",
     )
-    add_fit_option(parser)
+    add_fit_option(parser.group("picture and question"))
     add("--threads", type=THREADS, help="CPU threads that graphs run with (default: all cores)")
     add("--force", action="store_true", help="replace an existing bundle")
     add_report_options(parser, "the error of every layer")
-    add_trust_options(parser)
+    add_trust_options(parser.group("trust"))
     add_sign_option(parser, "the bundle")
     return parser

@@ -30,7 +30,7 @@ from sinkprune.contract.files.folders import check_outside, check_replaceable, r
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
-from sinkprune.contract.memory import available_bytes, decoder_bytes, gigabytes, tower_bytes
+from sinkprune.contract.memory import available_bytes, compared_sizes, decoder_bytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.export.weights import PRECISIONS, chosen_forms
@@ -232,15 +232,17 @@ def quantise_bundle(
     on_cost(cost)
     free = available_bytes()
     if 0 < free < cost.bytes:
+        wanted, left = compared_sizes(cost.bytes, free)
         raise TooLittleMemoryError(
-            f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
+            f"not enough memory: calibrating needs about {wanted}, {left} are free. End "
             "other programs, take a smaller --limit, or use a larger machine: the bundle can run on this one."
         )
     kept = sum(spec.size for spec in bundle.manifest.files.values()) - sum(map(bundle.manifest.weight_bytes, planned))
     written = [graph.bytes for graph in planned.values()]
     # The largest graph is there twice while it is compared.
     needed = max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES
-    with replacing(output, BUNDLE, needed, "choose --weights int4", force=force) as root:
+    way_out = "take a smaller model" if forms.decoder == "int4" else "choose --weights int4"
+    with replacing(output, BUNDLE, needed, way_out, force=force) as root:
         report = _Quantisation(bundle, graphs, root, cost.weights, progress).run(prompts, forms)
         _check_limits(report, max_error, max_layer_error)
         for number, (name, file) in enumerate(bundle.files.items()):

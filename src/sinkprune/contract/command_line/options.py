@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 from sinkprune import __version__
 from sinkprune.contract.checks import escaped, format_value, unknown_name
@@ -183,6 +183,10 @@ _ALIKE = 0.7
 """The least ratio of `get_close_matches` at which an unknown option may be a misspelt one."""
 
 
+Group = Literal["picture and question", "budget", "answer", "measurement", "backend", "trust", "output"]
+"""The titles of options in `--help`, in their order."""
+
+
 class PathOrName(str):
     """The type of an argument that is a path or a name, for example of a checkpoint on a hub."""
 
@@ -199,14 +203,28 @@ class CommandParser(argparse.ArgumentParser):
         )
         version = f"sinkprune {__version__}"
         self._words: list[str] = []
+        self._groups = {title: self.add_argument_group(title) for title in get_args(Group)}
+        # Options without a group come before those of the backend.
+        self._action_groups.insert(-3, self._action_groups.pop(1))
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
+
+    def group(self, title: Group) -> argparse._ArgumentGroup:
+        """Return the group of options with this title, to which `add_argument` adds."""
+        return self._groups[title]
+
+    def format_help(self) -> str:
+        """Format as argparse does, with options in the usage line as they are listed, after those without a group."""
+        groups = [self._optionals, *self._groups.values(), self._positionals]
+        places = {id(action): place for place, group in enumerate(groups) for action in group._group_actions}
+        self._actions.sort(key=lambda action: places[id(action)])
+        return super().format_help()
 
     def add_json(self, content: str) -> None:
         """Add `--json [FILE]`, the `json_path` of this module; `content` is for the help.
 
         A positional after a bare `--json` would be its file, as with any optional value of argparse.
         """
-        self.add_argument(
+        self.group("output").add_argument(
             "--json",
             nargs="?",
             const=STDOUT,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sinkprune.contract.files.manifest_file import ManifestFile
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.memory import compared_sizes
 
 # File systems write concurrent requests together: 60 files take 10 ms, and 200 ms one by one.
 _SYNC_THREADS = 8
@@ -112,9 +113,10 @@ def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> No
     folder = place.absolute().parent
     free = shutil.disk_usage(folder).free
     if free < needed:
+        wanted, left = compared_sizes(needed, free)
         raise kind.error(
-            f"no room for the {kind.folder}: {needed / 1e9:.1f} GB are needed, '{folder}' has "
-            f"{free / 1e9:.1f} GB free. Free space, choose another place, or {way_out}."
+            f"no room for the {kind.folder}: {wanted} are needed, '{folder}' has {left} free. "
+            f"Free space, choose another place, or {way_out}."
         )
 
 

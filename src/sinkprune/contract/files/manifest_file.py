@@ -31,6 +31,7 @@ from sinkprune.contract.files.untrusted import (
     parsed_json,
     read_bytes,
     read_json,
+    url_of,
 )
 from sinkprune.contract.progress import OnProgress, unreported
 
@@ -125,6 +126,8 @@ class ManifestFile:
             data = read_bytes(path, MANIFEST_BYTES, follow_links=False)
         except MissingError as error:
             if not os.path.lexists(root):
+                if url := url_of(root):
+                    raise self.error(f"'{url}' is a URL, expected {self.a_folder}; download it first.") from error
                 make = self.make.format(root=root)
                 raise self.error(f"there is no folder '{root}'. Make {self.a_folder} with: {make}") from error
             if root.name == self.name and root.is_file():

@@ -110,9 +110,9 @@ ANY = Trust()
 """Accepts any manifest."""
 
 
-def add_trust_options(parser: argparse.ArgumentParser) -> None:
+def add_trust_options(group: argparse._ArgumentGroup) -> None:
     """Add `--sha256` and `--signed-by`, the two fields of a `Trust`."""
-    add = parser.add_argument
+    add = group.add_argument
     add(
         "--sha256",
         metavar="SUM",

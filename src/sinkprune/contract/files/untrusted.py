@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from contextlib import closing
 from typing import Any, BinaryIO, NoReturn
@@ -29,6 +30,15 @@ _KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/|data:", re.IGNORECASE)
+
+
+def url_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the URL that was given as a path, with the slash that pathlib takes away; None for other paths."""
+    text = os.fspath(path)
+    return re.sub(r"(?<=:)/(?!/)", "//", text, count=1) if _URL.match(text) else None
 
 
 class UnreadableError(Exception):
@@ -52,7 +62,7 @@ def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
     try:
         descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingError("is missing") from error
+        raise MissingError("is a URL; download it first" if url_of(path) else "is missing") from error
     except OSError as error:
         if error.errno == errno.ELOOP and not follow_links:
             raise UnreadableError("is a link, expected the file itself") from error

@@ -99,9 +99,9 @@ def _parser() -> CommandParser:
     add("--prompt", default=PROMPT, help=f"the question, or a policy's instruction (default: {PROMPT})")
     add("--backend", choices=[*KNOWN], help="the backend of the engines (default: the one they are built for)")
     add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: the type of the computation (default: fastest)")
-    add_fit_option(parser)
+    add_fit_option(parser.group("picture and question"))
     add("--threads", type=THREADS, help="CPU threads of the engines (default: all cores)")
-    add_trust_options(parser)
+    add_trust_options(parser.group("trust"))
     add("--engines-sha256", metavar="SUM", help="the sha256 that sinkprune-build printed; other engines are rejected")
     parser.add_json("every output of every engine")
     return parser

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sinkprune.contract.checks import Bounds, SchemaError, format_value, from_json
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
-from sinkprune.contract.files.untrusted import MissingError, UnreadableError
+from sinkprune.contract.files.untrusted import MissingError, UnreadableError, url_of
 from sinkprune.contract.precision import Array
 
 T = TypeVar("T")
@@ -54,6 +54,10 @@ _RENAMINGS = [
 
 _TIED_EMBEDDING = "tied_embedding.weight"
 """The embedding table as the head of LeRobot's policies, whose checkpoints may store the table only once."""
+_TRIAL = (
+    "To try without a download, give demo/pocket of the clone, or for times alone a preset such as llava-1.5-7b with "
+    "--random-weights."
+)
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 _READ = (".json", ".jinja", ".safetensors")
@@ -187,10 +191,14 @@ def locate(source: str, files: Sequence[str] = _FILES) -> Path:
             f"'{source}' is a file, expected a folder in Hugging Face format. "
             f"{_described(folder.parent, [folder.name]) or 'Give the folder that holds it.'}"
         )
+    if url_of(source) and not folder.exists():
+        name = re.match(r"https://(?:huggingface\.co|hf\.co)/(\w[\w.-]*/\w[\w.-]*)", source)
+        remedy = f"Give its hub name: {name[1]}" if name else "Download it first, and give its folder."
+        raise CheckpointError(f"checkpoint '{source}' is a URL. {remedy}")
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise CheckpointError(
-            f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
-            "such as llava-hf/llava-1.5-7b-hf, or a preset with --random-weights."
+            f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, or a hub name "
+            f"such as llava-hf/llava-1.5-7b-hf. {_TRIAL}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -208,7 +216,7 @@ def locate(source: str, files: Sequence[str] = _FILES) -> Path:
             remedy = "Free space, or have HF_HOME name a folder with room that you may write to."
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise CheckpointError(
-            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason}. {remedy}"
+            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason}. {remedy} {_TRIAL}"
         ) from error
 
 

@@ -121,27 +121,29 @@ def new_parser(
 
     `add_sources` adds options that may replace images to their group. `prompt` are the names of the prompt's option.
     """
-    parser = bundle_parser(name, description, examples)
-    add = parser.add_argument
-    picture = parser.add_mutually_exclusive_group(required=True)
+    parser = engine_parser(name, description, examples)
+    question = parser.group("picture and question")
+    picture = question.add_mutually_exclusive_group(required=True)
     picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
     add_sources(picture)
     places = "{image} marks an image's place, for chat templates that keep the order (default: images first)"
-    add(*prompt, dest="prompt", required=True, help=f"the question; {places}")
-    add_method(parser)
+    question.add_argument(*prompt, dest="prompt", required=True, help=f"the question; {places}")
+    add_fit_option(question)
     return parser
 
 
 def add_method(parser: CommandParser) -> None:
     """Add `--method`."""
-    parser.add_argument("--method", default=DEFAULT_METHOD, help=f"pruning method (default: {DEFAULT_METHOD})")
+    parser.group("budget").add_argument(
+        "--method", default=DEFAULT_METHOD, help=f"pruning method (default: {DEFAULT_METHOD})"
+    )
 
 
 def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     """Return a parser with the arguments of commands that ask a bundle; `load_pipeline` reads them."""
     parser = engine_parser(name, description, examples)
-    add_fit_option(parser)
+    add_fit_option(parser.group("picture and question"))
     return parser
 
 
@@ -154,8 +156,10 @@ def chosen_backend(options: Options, bundle: Bundle) -> str:
 def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     """Return a parser with the arguments of commands that run a bundle, without `--fit`."""
     parser = CommandParser(name, description, examples)
-    add = parser.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
+    parser.add_argument(
+        "bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build"
+    )
+    add = parser.group("backend").add_argument
     add("--backend", choices=[*KNOWN], help="engine library (default: ort-cpu, or the library of the engines)")
     add(
         "--compute",
@@ -166,7 +170,8 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     )
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
-    add_trust_options(parser)
+    add_trust_options(parser.group("trust"))
+    add = parser.group("trust").add_argument
     add("--engines-sha256", metavar="SUM", help="the sha256 that sinkprune-build printed; other engines are rejected")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     return parser
@@ -220,7 +225,7 @@ def prompt_pieces(prompt: str) -> str | list[str]:
 
 def add_most_tokens(parser: CommandParser, default: int) -> None:
     """Add `--max-new-tokens`, which is None unless it is given; `default` is for the help."""
-    parser.add_argument(
+    parser.group("answer").add_argument(
         "--max-new-tokens",
         type=MAX_NEW_TOKENS,
         help=f"longest answer (default: {default}, or the engines' limit)",
@@ -229,14 +234,14 @@ def add_most_tokens(parser: CommandParser, default: int) -> None:
 
 def add_system(parser: CommandParser) -> None:
     """Add `--system`."""
-    parser.add_argument(
+    parser.group("picture and question").add_argument(
         "--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template"
     )
 
 
 def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
     """Add `--costs`; `note` is for the help."""
-    parser.add_argument("--costs", type=Path, metavar="FILE.json", help=note)
+    parser.group("budget").add_argument("--costs", type=Path, metavar="FILE.json", help=note)
 
 
 Given = TypeVar("Given")
@@ -299,7 +304,7 @@ def _free_name(path: Path) -> Path:
 _TEMPLATE_TOKENS = 64
 """A generous estimate of what a chat template adds to a question."""
 _LETTERS_A_TOKEN = 2
-_WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
+_WAY_OUT = "give fewer or smaller pictures and fewer new tokens"
 
 
 class MemoryCheck(NamedTuple):
@@ -335,7 +340,8 @@ def check_memory(
         for planned in schedules
     ]
     need, free = max(needs, key=lambda need: need.bytes), free_bytes(backend)
-    need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
+    smaller = "" if "int4" in manifest.weights.decoder else ", or export with --weights int4"
+    need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT + smaller)
     # Without the fixed part, because libraries need that for any bundle.
     if need.bytes - need.fixed >= LEAST_REPORTED_BYTES:
         sys.stderr.write(f"{memory_line(need, free)}\n")

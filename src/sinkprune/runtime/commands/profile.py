@@ -27,6 +27,7 @@ from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
 from sinkprune.runtime.commands.options import (
     Options,
     add_extensions,
+    add_method,
     check_memory,
     chosen_backend,
     load_pipeline,
@@ -199,14 +200,15 @@ def _parser() -> CommandParser:
         _add_sources,
         ("--prompt", "--instruction"),
     )
-    add = parser.add_argument
-    add(
+    parser.group("budget").add_argument(
         "--budgets",
         type=name_list,
         help="comma-separated; none always runs, but with --rate only if named (default: none and all of the bundle)",
     )
+    add_method(parser)
     add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
     parser.set_defaults(new_tokens=None)
+    add = parser.group("measurement").add_argument
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")
     add(
         "--warmup-rounds",

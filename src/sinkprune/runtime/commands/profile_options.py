@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sinkprune.contract.checks import counted
+from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import ImageError, PowerError, UsageError
 from sinkprune.contract.files.output_files import by_number
+from sinkprune.contract.memory import compared_sizes
 from sinkprune.contract.report import FEWEST_OF_P95, IDLE_SECONDS, BudgetEnergy, PowerReport, RateReport
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands.options import Options
@@ -23,16 +24,17 @@ from sinkprune.runtime.profiling.rate import DURATION, RATE, FrameClock, frame_c
 from sinkprune.runtime.steps.pictures import decoded
 
 
-def add_power_options(parser: argparse.ArgumentParser) -> None:
+def add_power_options(parser: CommandParser) -> None:
     """Add `--power` and `--idle`."""
-    parser.add_argument(
+    add = parser.group("measurement").add_argument
+    add(
         "--power",
         nargs="?",
         const=AUTO,
         choices=SENSORS,
         help="measure joules, with the named sensor or the first that covers the device in use",
     )
-    parser.add_argument(
+    add(
         "--idle",
         type=IDLE.named("--idle"),
         metavar="SECONDS",
@@ -96,9 +98,9 @@ _CHANNELS = 3
 _FEWEST_OF_P99 = 100
 
 
-def add_rate_options(parser: argparse.ArgumentParser) -> None:
+def add_rate_options(parser: CommandParser) -> None:
     """Add `--rate` and `--duration`."""
-    add = parser.add_argument
+    add = parser.group("measurement").add_argument
     add("--rate", type=RATE, metavar="HZ", help="send requests at a camera's rate, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
 
@@ -141,9 +143,10 @@ def read_frames(files: list[Path], family: Family) -> list[Picture]:
         pictures.append(decoded(path, family))
         held += pictures[-1].size[0] * pictures[-1].size[1] * _CHANNELS
         if held > _MOST_FRAME_BYTES:
+            size, most = compared_sizes(held, _MOST_FRAME_BYTES)
             raise ImageError(
-                f"the first {len(pictures)} of {len(files)} pictures take {held / 1e9:.1f} GB in memory, expected up "
-                f"to {_MOST_FRAME_BYTES / 1e9:.1f} GB. Give fewer or smaller ones."
+                f"the first {len(pictures)} of {len(files)} pictures take {size} in memory, expected up "
+                f"to {most}. Give fewer or smaller ones."
             )
     return pictures
 

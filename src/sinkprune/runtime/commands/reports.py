@@ -21,7 +21,7 @@ NO_QUESTION = "no whole question was measured, so nothing was kept."
 
 def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
     """Add `--new-tokens`, the length of every measured answer."""
-    parser.add_argument(
+    parser.group("answer").add_argument(
         "--new-tokens",
         # The name that run, evaluate and build have for it.
         "--max-new-tokens",
@@ -36,7 +36,7 @@ def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
 def add_report_options(parser: CommandParser, drawn: str) -> None:
     """Add `--json` and `--plot`; `check_report_options` and `write_report` read them."""
     parser.add_json("the report")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
+    parser.group("output").add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
 def check_report_options(options: Options, read: Iterable[Path], *others: OutputFile) -> None:

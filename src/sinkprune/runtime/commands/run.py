@@ -33,6 +33,7 @@ from sinkprune.runtime.commands.options import (
     MemoryCheck,
     Options,
     add_extensions,
+    add_method,
     add_most_tokens,
     add_system,
     beside_earlier,
@@ -441,13 +442,14 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck, notes: lis
 
 def _parser() -> CommandParser:
     parser = new_parser("sinkprune run", "Answer a question about images or a video.", _EXAMPLES)
-    add = parser.add_argument
-    add(
+    parser.group("budget").add_argument(
         "--budget",
         default=UNPRUNED,
         help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
     )
+    add_method(parser)
     add_most_tokens(parser, DEFAULT_NEW_TOKENS)
+    add = parser.group("answer").add_argument
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add(
         "--top-p",
@@ -481,6 +483,7 @@ def _parser() -> CommandParser:
         help="end the answer before this text; may be repeated",
     )
     add_extensions(parser, RUN_EXTENSIONS)
+    add = parser.group("output").add_argument
     add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
     parser.add_json("the answer and its figures")
     return parser

@@ -5,7 +5,7 @@ Families are registered by entry points (`sinkprune.contract.budgets.FAMILIES`).
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import _ArgumentGroup
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -65,9 +65,9 @@ picture. `stretch` resizes the whole picture without keeping its aspect ratio.""
 FITS: tuple[Fit, ...] = get_args(Fit)
 
 
-def add_fit_option(parser: ArgumentParser) -> None:
-    """Add `--fit`, one of `FITS`, to the parser of a command that runs pictures."""
-    parser.add_argument(
+def add_fit_option(group: _ArgumentGroup) -> None:
+    """Add `--fit`, one of `FITS`, to a group of a command that runs pictures."""
+    group.add_argument(
         "--fit",
         choices=FITS,
         help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "

@@ -21,7 +21,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from sinkprune.contract.checks import type_name
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
+from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular, url_of
 from sinkprune.contract.precision import Array
 
 MOST_SECONDS = 10.0
@@ -140,7 +140,9 @@ def open_media(what: str, path: str | os.PathLike[str], error: type[ImageError],
     try:
         return open_regular(path)
     except MissingError as reason:
-        raise error(f"{what} '{path}': found no such file. {give}") from reason
+        url = url_of(path)
+        found = f"'{url}' is a URL; download it first" if url else f"'{path}': found no such file"
+        raise error(f"{what} {found}. {give}") from reason
     except ForbiddenError as reason:
         raise error(f"{what} '{path}' {reason}. Allow this user to read it.") from reason
     except UnreadableError as reason:

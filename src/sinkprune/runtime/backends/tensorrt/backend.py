@@ -17,6 +17,7 @@ import numpy as np
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.memory import compared_sizes, gigabytes
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
@@ -197,9 +198,10 @@ class TensorRTBackend(Backend, CacheMemory):
         activations = max(spec.device_memory or 0 for spec in manifest.engines.values())
         free, total = device.memory()
         if weights + activations > free:
+            needed, left = compared_sizes(weights + activations, free)
             raise EnginesError(
-                f"the engines in '{built.engines.path}' need {(weights + activations) / 1e9:.2f} GB "
-                f"({weights / 1e9:.2f} of weights and code, {activations / 1e9:.2f} of activations), {device.name} "
-                f"has {free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
+                f"the engines in '{built.engines.path}' need {needed} ({gigabytes(weights)} of weights and code, "
+                f"{gigabytes(activations)} of activations), {device.name} "
+                f"has {left} of {gigabytes(total)} free. End other programs, build with a smaller "
                 "--max-prompt, or export the checkpoint in a smaller precision."
             )
