@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -100,6 +103,41 @@ def test_what_the_demo_asks_is_answered_rightly(pocket: Pocket) -> None:
         )
         answer = pocket("fp32").generate(item.load_image(), text, budget=budget or "none", max_new_tokens=8)
         assert item.question.is_right(answer.text), f"{text}: {answer.text}"
+
+
+def test_the_demo_overwrites_only_what_it_wrote(tmp_path: Path) -> None:
+    programs, out = tmp_path / "programs", tmp_path / "out"
+    programs.mkdir()
+    # Each writes what its options name.
+    stand_in = """#!/usr/bin/env bash
+for word in "$@"; do
+    case $last in
+        -o) mkdir -p "$word"; echo "$RANDOM" >"$word/bundle.json" ;;
+        --overlay|--json|--plot) echo "$RANDOM" >"$word" ;;
+    esac
+    last=$word
+done
+"""
+    for name in ("export", "run", "profile", "evaluate"):
+        (programs / f"sinkprune-{name}").write_text(stand_in)
+        (programs / f"sinkprune-{name}").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    def demo() -> subprocess.CompletedProcess[str]:
+        words = ["bash", str(DEMO / "demo.sh"), str(out)]
+        return subprocess.run(words, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+
+    assert demo().returncode == 0
+    bundle = (out / "bundle" / "bundle.json").read_bytes()
+    assert demo().returncode == 0 and (out / "bundle" / "bundle.json").read_bytes() == bundle
+    mine = ("kitchen.jsonl", "profile.json", "frames/03.jpg")
+    for name in mine:
+        (out / name).write_text("mine")
+    drawn = (out / "kept.png").read_bytes()
+    refused = demo()
+    assert refused.returncode == 2 and refused.stderr.startswith("error: the demo did not write "), refused
+    assert all(name in refused.stderr and (out / name).read_text() == "mine" for name in mine)
+    assert "scene" not in refused.stderr and (out / "kept.png").read_bytes() == drawn
 
 
 def test_its_scenes_can_be_written_and_evaluated(pocket: Pocket, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class DeadlineOptions(RunExtension):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.reads = [options.costs] if options.costs else []
-        self.chooses_budget = options.deadline_ms is not None
+        self.chooses_budget = self.warms_up = options.deadline_ms is not None
         self._costs: Costs | None = None
 
     def check(self) -> None:

@@ -45,7 +45,8 @@ def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file
     outcome = run("sinkprune-run", bundle("mha-336"), *question)
     assert outcome.code == 0
     assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
-    *_, timings = outcome.stdout.splitlines()
+    *_, timings, cold = outcome.stdout.splitlines()
+    assert cold.startswith("cold: the first request of a process")
     assert timings.startswith("[retain-64] TTFT ")
     assert timings.endswith("visual tokens 576 -> 129 -> 42; cut off after 5 tokens (--max-new-tokens)")
 
@@ -65,7 +66,8 @@ def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file
     own = Pipeline.load(bundle("mha-336")).generate(photo_file, ASK[1], budget="retain-32", max_new_tokens=5)
     logged = json.loads(json.dumps(own.as_json()))
     assert {**answer, "ms": None} == {**answer, **logged, "ms": None}
-    assert answer.keys() - logged.keys() == {"backend", "precision", "load_ms", "memory", "notes"}
+    assert answer.keys() - logged.keys() == {"backend", "precision", "load_ms", "memory", "notes", "cold"}
+    assert answer["cold"] is True
 
 
 def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:

@@ -160,10 +160,13 @@ CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
 """The option that ended an answer, by `Answer.finish`, of an answer that was cut off."""
 
 
-def result_lines(answer: Answer) -> str:
-    """Return what stands below the text of an answer: its times, and the confidence of closed lists."""
+_COLD = "cold: the first request of a process is slower; sinkprune-profile measures warm ones\n"
+
+
+def result_lines(answer: Answer, *, cold: bool) -> str:
+    """Return what stands below an answer's text: its times, whether they are `cold`, and closed lists' shares."""
     choices = [readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
-    return f"\n{_timings(answer)}\n" + "".join(choices)
+    return f"\n{_timings(answer)}\n{_COLD if cold else ''}" + "".join(choices)
 
 
 def _timings(answer: Answer) -> str:
@@ -256,6 +259,8 @@ class RunExtension:
     """The files that its options name."""
     chooses_budget = False
     """Whether another budget than the given one may run."""
+    warms_up = False
+    """Whether `loaded` runs requests, so that the answer is not the first of the process."""
 
     def __init__(self, options: Options) -> None:
         """Take the options, and check nothing yet."""
@@ -333,7 +338,8 @@ def main(arguments: Sequence[str] | None) -> None:
     earlier = ""
     if answer.finish == "cancelled":
         options, earlier = beside_earlier(options, "json", "overlay")
-    output.write(result_lines(answer))
+    cold = not any(extension.warms_up for extension in extensions)
+    output.write(result_lines(answer, cold=cold))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, request, answer.budget)
@@ -345,7 +351,7 @@ def main(arguments: Sequence[str] | None) -> None:
     cut_off = answer.finish in CUT_OFF and (request.follows_grammar or answer.choices)
     drawn = options.overlay if answer.budget != UNPRUNED else None
     write_each(
-        lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
+        lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused, cold=cold)),
         lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
         *(partial(extension.answered, pipeline, answer) for extension in extensions),
         *([lambda: write_output(drawn, _overlay(answer, images, options.prompt, drawn))] if drawn else []),
@@ -429,9 +435,12 @@ def _unused_options(options: Options, request: Request, budget: str) -> list[str
     return notes
 
 
-def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck, notes: list[str]) -> dict[str, Any]:
+def _summary(
+    pipeline: Pipeline, answer: Answer, memory: MemoryCheck, notes: list[str], *, cold: bool
+) -> dict[str, Any]:
     return {
         **answer.as_json(),
+        "cold": cold,
         "backend": pipeline.backend.name,
         "precision": pipeline.bundle.manifest.precision,
         "load_ms": pipeline.load_ms,
