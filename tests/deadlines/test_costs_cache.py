@@ -14,9 +14,9 @@ from PIL import Image
 
 from sinkprune import CostsWarning, Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.deadlines import policy as other_load
 from sinkprune.deadlines.costs import Costs, RecentRatios, cache_costs, cache_file
-from sinkprune.deadlines.policy import OtherLoad
+from sinkprune.runtime import system as other_load
+from sinkprune.runtime.system import OtherLoad
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]

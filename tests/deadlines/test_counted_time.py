@@ -18,10 +18,11 @@ from sinkprune import Pipeline, write_costs
 from sinkprune.deadlines import measuring
 from sinkprune.deadlines.costs import Prediction
 from sinkprune.deadlines.measuring import DecoderTimes
-from sinkprune.deadlines.policy import DeadlinePolicy, OtherLoad, RequestHistory
+from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
 from sinkprune.runtime import recipe
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps import pictures
+from sinkprune.runtime.system import OtherLoad
 from sinkprune.serving.choice_scores import logits_of_rows
 from sinkprune.serving.forms import Grammars
 from support.programs.commands import run

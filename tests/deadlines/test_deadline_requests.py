@@ -20,12 +20,12 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.deadlines.costs import Curve, read_costs, write_costs
-from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.system import OtherLoad
 from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
 

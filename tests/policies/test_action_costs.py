@@ -14,9 +14,10 @@ from PIL import Image
 
 from sinkprune import ActionCosts, ActionDeadline, CostsWarning, Policy, read_action_costs, write_costs
 from sinkprune.deadlines.costs import BudgetCosts, Place, cache_costs, cache_file
-from sinkprune.deadlines.policy import MARGIN, OtherLoad
+from sinkprune.deadlines.policy import MARGIN
 from sinkprune.policies.deadline import MEASURED_STEPS, measure_costs
 from sinkprune.policies.report import ActionReport
+from sinkprune.runtime.system import OtherLoad
 
 STATE = [0.5] * 5
 UNKNOWN = MARGIN * 1.3

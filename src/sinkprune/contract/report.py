@@ -212,6 +212,9 @@ class ProfileReport(ReportHeader):
     """A profile: every budget and the unpruned engines, measured in turn."""
 
     repeat: int
+    other_load: float | None
+    """The share of the processors that other programs took meanwhile, from 0 to 1; None if it is unknown. Times are
+    doubtful above 0.25."""
     first_answer_ms: float | None
     """Milliseconds from opening the engines to the first token of the first answer, which takes longer than later
     ones."""

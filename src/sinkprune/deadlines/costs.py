@@ -34,12 +34,11 @@ from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
 from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
+from sinkprune.runtime.system import LOADED
 
 COSTS_VERSION = 5
 _FAR_ABOVE = 1.5
 """Curves of costs hold up to about so many times the rows that they were measured with."""
-LOADED = 0.25
-"""Costs are doubtful if other programs took a larger share of the processors meanwhile."""
 Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 

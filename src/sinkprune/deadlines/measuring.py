@@ -30,7 +30,7 @@ from sinkprune.deadlines.costs import (
     fit_measured,
     not_kept,
 )
-from sinkprune.deadlines.policy import OtherLoad, RequestHistory
+from sinkprune.deadlines.policy import RequestHistory
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.chain import Chain
@@ -40,6 +40,7 @@ from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.system import OtherLoad
 
 MEASURING_COSTS = "measuring what budgets cost on this machine"
 """The work of a warm-up, as progress names it."""

@@ -18,8 +18,6 @@ from sinkprune.contract.command_line.table_console import (
     few_note,
     make_table,
     median_text,
-    noise_note,
-    plain_text,
     spread_text,
 )
 from sinkprune.contract.errors import UsageError
@@ -43,7 +41,14 @@ from sinkprune.policies.report import (
     PolicyReport,
 )
 from sinkprune.runtime.commands.options import Options, check_memory
-from sinkprune.runtime.commands.profile import ProfileExtension, measured_rounds
+from sinkprune.runtime.commands.profile import (
+    ProfileExtension,
+    measured_rounds,
+    parts_table,
+    print_load,
+    print_spread,
+    row_name,
+)
 from sinkprune.runtime.commands.reports import name_list, write_measured
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
@@ -52,11 +57,11 @@ from sinkprune.runtime.profiling.profile import Rounds, engine_header, ratio
 from sinkprune.runtime.steps.pictures import decoded
 
 _FEWER_STEPS = (5, 2)
-_LEGEND = """\
-visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers, of none's
-tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
-x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
-jitter: from the median to p95"""
+_LEGEND = (
+    "speed-ups are over none, of chunks with as many steps; ideal: by FLOPs; prefill: the decoder on frames and text"
+    "; denoising step: the expert, once; mean of layers: in % of none's visual tokens; jitter: p95 less median"
+)
+_SHOWN_PARTS = tuple(part for part in PROFILE_PARTS if part not in ("select", "step"))
 _SEED = 0
 """All chunks begin with the same noise, which does not change their time."""
 _OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
@@ -109,6 +114,7 @@ class PolicyRounds(Rounds[Kind, ActionReport]):
             cameras=len(any_run.images),
             actions=policy.facts.chunk,
             repeat=self.count,
+            other_load=self.other_load,
             first_chunk_ms=None if load_ms is None or first is None else load_ms + first.ms["latency"],
             budgets=reports.pop(self._method),
             baselines=reports,
@@ -163,7 +169,7 @@ def _chunk_report(runs: Sequence[ActionReport], unpruned: Sequence[ActionReport]
 
 def plot_policy(report: PolicyReport, suffix: str) -> bytes:
     """Return the bytes of a picture file with a stacked bar for each budget and number of steps."""
-    rows, labels = {}, []
+    rows, labels, spreads = {}, [], []
     for name, budget in report.rows().items():
         for steps, chunk in budget.chunks.items():
             own = {part: spread.median for part, spread in budget.ms.items()}
@@ -172,10 +178,12 @@ def plot_policy(report: PolicyReport, suffix: str) -> bytes:
             # Medians of parts need not add up to the median of the whole.
             scale = chunk.ms.median / sum(own.values())
             rows[f"{name}, {steps} steps"] = {part: scale * ms for part, ms in own.items()}
-            labels.append(f"{chunk.ms.median:.0f} ms, {chunk.rate_hz:.2g} Hz ({chunk.speedup:.2f}x)")
+            spreads.append(chunk.ms)
+            rate = f"{chunk.rate_hz:.2g} chunks a second ({chunk.speedup:.2f} x as fast)"
+            labels.append(f"{chunk.ms.median:.0f} ms; {rate}")
     title = f"{report.cameras} cameras, {report.prompt_tokens} text tokens, {report.actions} actions"
-    below = "milliseconds (median of the whole chunk, divided as the medians of its parts)"
-    return stacked_bars(report, rows, labels, title, below, suffix)
+    below = "milliseconds: median of the whole chunk, divided as the medians of its parts; the line ends at p95"
+    return stacked_bars(report, rows, spreads, labels, title, below, suffix)
 
 
 class PolicyProfile(ProfileExtension):
@@ -248,36 +256,24 @@ def _profile(options: Options, bundle: Bundle, observations: Observations) -> No
 
 
 def _print_tables(report: PolicyReport) -> None:
-    console, rounds = TableConsole(), counted(report.repeat, "interleaved run")
+    console = TableConsole()
     console.print_machine(
         report,
         f"{counted(report.cameras, 'camera')}, {report.prompt_tokens} text tokens, {report.actions} actions a chunk; "
-        f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
+        f"milliseconds, median (95th percentile) of {counted(report.repeat, 'interleaved run')}"
+        f"{few_note(report.repeat)}",
     )
     rows, unpruned = report.rows(), report.budgets[UNPRUNED].mean_visual_tokens
-    headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
-    parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
-    for name, budget in rows.items():
-        parts.add_row(
-            plain_text(name),
-            f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
-            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
-            median_text(budget.ms["vision"]),
-            spread_text(budget.ms["prefill"]),
-            median_text(budget.ms["select"]),
-            spread_text(budget.ms["step"]),
-            f"{budget.speedup['prefix']:.2f}",
-            f"{budget.flops_speedup['prefix']:.2f}",
-            f"{100 * budget.efficiency['prefix']:.0f} %",
-            f"{budget.speedup['step']:.2f}",
-            f"{budget.flops_speedup['step']:.2f}",
-        )
-    console.print(parts)
-    chunks = make_table(["budget"], ["steps", "chunk", "Hz", "jitter", "chunk x", "ideal x"])
+    rates = ["chunks a\nsecond", "jitter", "speed-up\nof chunk", "ideal of\nchunk"]
+    chunks = make_table(["budget"], ["denoising\nsteps", "whole\nchunk", *rates])
+    parts = parts_table(_SHOWN_PARTS, "denoising\nstep")
+    kept = ["visual\ntokens", "into the\ndecoder", "in its\nlast layer", "mean of\nlayers, %"]
+    compared = ["speed-up\nof prefill", "ideal of\nprefill", "share of\nthe ideal", "speed-up\nof a step"]
+    tokens = make_table(["budget"], [*kept, *compared])
     for name, budget in rows.items():
         for steps, chunk in budget.chunks.items():
             chunks.add_row(
-                plain_text(name),
+                row_name(name),
                 steps,
                 spread_text(chunk.ms),
                 f"{chunk.rate_hz:.2f}",
@@ -285,23 +281,24 @@ def _print_tables(report: PolicyReport) -> None:
                 f"{chunk.speedup:.2f}",
                 f"{chunk.flops_speedup:.2f}",
             )
-    console.print(chunks)
-    console.print(_LEGEND)
-    spreads = [chunk.ms for budget in rows.values() for chunk in budget.chunks.values()]
-    if len(spreads) > 1:
-        what = "a chunk of one budget and number of steps"
-        console.print(plain_text(noise_note(what, report.repeat, spreads)))
-    for name, budget in rows.items():
-        console.print(plain_text(f"{name}: {_shares(budget)}"))
+        parts.add_row(row_name(name), *(median_text(budget.ms[part]) for part in (*_SHOWN_PARTS, "select", "step")))
+        tokens.add_row(
+            row_name(name),
+            *map(str, (budget.visual_tokens, budget.kept_after_sanitizer, budget.tokens_per_layer[-1])),
+            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
+            f"{budget.speedup['prefix']:.2f}",
+            f"{budget.flops_speedup['prefix']:.2f}",
+            f"{100 * budget.efficiency['prefix']:.0f} %",
+            f"{budget.speedup['step']:.2f}",
+        )
+    for table in (chunks, parts, tokens):
+        console.print(table)
+    console.print_text(_LEGEND)
+    for steps in report.budgets[UNPRUNED].chunks:
+        spreads = {name: budget.chunks[steps].ms for name, budget in rows.items()}
+        print_spread(console, f"a chunk of {counted(int(steps), 'step')} at one budget", report.repeat, spreads)
+    print_load(console, report.other_load)
     if report.load_ms is not None and report.first_chunk_ms is not None:
         console.print(
             f"loaded in {report.load_ms:.0f} ms, the first chunk was there at {report.first_chunk_ms:.0f} ms"
         )
-
-
-def _shares(budget: PolicyBudgetReport) -> str:
-    steps = next(iter(budget.chunks))
-    ms = {part: spread.median for part, spread in budget.ms.items() if part != "select"}
-    ms[f"{counted(int(steps), 'step')} of the expert"] = int(steps) * ms.pop("step")
-    whole = sum(ms.values())
-    return "of a chunk: " + ", ".join(f"{part} {100 * own / whole:.0f} %" for part, own in ms.items())

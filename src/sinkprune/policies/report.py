@@ -176,6 +176,9 @@ class PolicyReport(EngineHeader):
     """Actions of a chunk."""
     repeat: int
     """Measured chunks of each budget and number of steps."""
+    other_load: float | None
+    """The share of the processors that other programs took meanwhile, from 0 to 1; None if it is unknown. Times are
+    doubtful above 0.25."""
     first_chunk_ms: float | None
     """Milliseconds from opening the engines to the first chunk, which takes longer than later ones."""
     budgets: dict[str, PolicyBudgetReport]

@@ -12,9 +12,9 @@ import pytest
 
 from sinkprune import ActionCosts, Policy, write_costs
 from sinkprune.deadlines.costs import cache_file
-from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.system import OtherLoad
 from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")

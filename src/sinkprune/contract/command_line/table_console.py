@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,8 @@ from rich.text import Text
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
 
+TEXT_WIDTH = 100
+"""The columns of text, and the most of a profile's tables."""
 USUAL_REPEAT = 5
 """The default for `--repeat`."""
 
@@ -29,6 +33,10 @@ class TableConsole(Console):
             super().print(*objects, **options)
         self.file.write("\n".join(line.rstrip(" ") for line in printed.get().split("\n")))
 
+    def print_text(self, text: str) -> None:
+        """Print untrusted text on lines of at most `TEXT_WIDTH` columns."""
+        self.print(Text(fill(escaped(text), TEXT_WIDTH, break_long_words=False)))
+
     def on_broken_pipe(self) -> None:
         """Raise `BrokenPipeError`, which `run_command` handles; rich would exit with 1."""
         raise BrokenPipeError
@@ -40,11 +48,11 @@ class TableConsole(Console):
 
     def print_machine(self, report: EngineHeader, measured: str) -> None:
         """Print the model and the machine of a report, and what was `measured`."""
-        self.print(
-            f"{escaped(report.model)}, {report.weights.beside(report.precision)}, {report.backend}, "
-            f"{counted(report.threads, 'thread')}, {report.machine}\n{measured}",
-            markup=False,
+        self.print_text(
+            f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}, "
+            f"{counted(report.threads, 'thread')}, {report.machine}"
         )
+        self.print_text(measured)
 
 
 def few_note(repeat: int) -> str:
@@ -52,21 +60,28 @@ def few_note(repeat: int) -> str:
     return f" (of fewer than {FEWEST_OF_P95}, p95 is close to the slowest)" if repeat < FEWEST_OF_P95 else ""
 
 
-def noise_note(what: str, repeat: int, spreads: Iterable[Spread]) -> str:
-    """Return how far apart the measurements of `what` are: smaller differences between budgets mean nothing."""
+def noise_note(what: str, repeat: int, spreads: Mapping[str, Spread]) -> str:
+    """Return how far apart the measurements of `what` are, and which rows have no certain order, by their names."""
     if repeat == 1:
         return "one round does not show how much runs differ, so speed-ups may be noise; more rounds: --repeat"
-    widest = max(spread.p95 / spread.median - 1 for spread in spreads)
-    return f"{what} differs by up to {100 * widest:.0f} % from run to run; more runs narrow it: --repeat"
+    widest = max(spread.p95 / spread.median - 1 for spread in spreads.values())
+    note = f"{what} differs by up to {100 * widest:.0f} % from run to run"
+    ordered = sorted(spreads.items(), key=lambda item: item[1].median)
+    unclear = [f"{name} or {slower}" for (name, own), (slower, after) in pairwise(ordered) if own.p95 > after.median]
+    if not unclear:
+        return f"{note}; more runs narrow it: --repeat"
+    pairs = ", ".join(unclear)
+    return f"warning: {note}, so it is not certain which is quicker: {pairs}; more runs may show it: --repeat"
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
     """Return an empty table with left-aligned columns, then right-aligned ones, by headings of one line or more."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in left:
-        table.add_column(Text(escaped(heading, keep="\n")), no_wrap=True)
+        table.add_column(Text(escaped(heading, keep="\n")), no_wrap=True, vertical="bottom")
     for heading in right:
-        table.add_column(Text(escaped(heading, keep="\n")), justify="right", no_wrap=True)
+        text = Text(escaped(heading, keep="\n"))
+        table.add_column(text, justify="right", no_wrap=True, vertical="bottom")
     return table
 
 

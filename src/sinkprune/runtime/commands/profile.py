@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.table import Table
+from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
@@ -22,8 +25,9 @@ from sinkprune.contract.command_line.table_console import (
     plain_text,
     spread_text,
 )
+from sinkprune.contract.memory import gigabytes
 from sinkprune.contract.registry import Registry
-from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
+from sinkprune.contract.report import ProfileReport, RateReport, Spread
 from sinkprune.runtime.commands.options import (
     Options,
     add_extensions,
@@ -59,12 +63,13 @@ from sinkprune.runtime.commands.reports import (
 )
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.profiling.plot import plot_rate, plot_report
+from sinkprune.runtime.profiling.plot import PART_NAMES, plot_rate, plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, NewSession, ProfileRounds, Rounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.answer import OF_TTFT
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.system import LOADED
 
 R = TypeVar("R", ProfileReport, RateReport)
 _EXAMPLES = """\
@@ -80,9 +85,7 @@ examples:
 
 _NEW_TOKENS = 16
 """The default for `--new-tokens`."""
-_LEGEND = """\
-visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers, of none's
-x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
+_LEGEND = "speed-ups are over none; ideal: by the FLOPs of the prefill; mean of layers: in % of none's visual tokens"
 
 
 class ProfileExtension:
@@ -234,66 +237,84 @@ def _add_sources(group: Any) -> None:
 def _print_table(report: ProfileReport) -> None:
     console = TableConsole()
     console.print_head(
-        report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few_note(report.repeat)}"
+        report,
+        f"milliseconds, median (95th percentile) of {counted(report.repeat, 'interleaved run')}"
+        f"{few_note(report.repeat)}",
     )
-    headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
     rows, unpruned = report.rows(), report.budgets[UNPRUNED].mean_visual_tokens
-    table = make_table(["budget"], [*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
+    compared = ["speed-up to\nfirst token", "speed-up\nof prefill", "ideal of\nprefill", "share of\nthe ideal"]
+    times = make_table(["budget"], ["time to\nfirst token", "a further\ntoken", "whole\nanswer", *compared])
+    parts = parts_table([*OF_TTFT])
+    kept = ["visual\ntokens", "into\nthe LLM", "in its\nlast layer", "mean of\nlayers, %"]
+    tokens = make_table(["budget"], [*kept, "KV cache\nMB", "prefill\nGFLOP/s", "decode\ntokens/s", "decode\nGB/s"])
     for name, budget in rows.items():
-        ms = budget.ms
-        table.add_row(
-            plain_text(name),
-            f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
-            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
+        ms, prefill = budget.ms, budget.ms["prefill"]
+        times.add_row(
+            row_name(name),
             spread_text(ms["ttft"]),
-            median_text(ms["vision"]),
-            spread_text(ms["prefill"]),
-            *(median_text(ms[part]) for part in ("select", "per_token", "latency")),
-            f"{budget.kv_bytes / 1e6:.1f}",
+            median_text(ms["per_token"]),
+            median_text(ms["latency"]),
+            f"{budget.speedup.ttft:.2f}",
             f"{budget.speedup.prefill:.2f}",
             f"{budget.flops_speedup.prefill:.2f}",
             f"{100 * budget.efficiency.prefill:.0f} %",
-            f"{budget.speedup.ttft:.2f}",
         )
-    console.print(table)
-    console.print(_LEGEND)
-    if len(rows) > 1:
-        spreads = [spread for budget in rows.values() if (spread := budget.ms["ttft"])]
-        console.print(plain_text(noise_note("TTFT of one budget", report.repeat, spreads)))
-    for name, budget in rows.items():
-        console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
+        parts.add_row(row_name(name), *(median_text(ms[part]) for part in (*OF_TTFT, "select")))
+        decode, read = budget.decode_tokens_per_s, budget.decode_gb_per_s
+        tokens.add_row(
+            row_name(name),
+            *map(str, (budget.visual_tokens, budget.kept_after_sanitizer, budget.tokens_per_layer[-1])),
+            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
+            f"{budget.kv_bytes / 1e6:.1f}",
+            # A rate above the machine's peak is a bug.
+            "-" if prefill is None else f"{budget.flops.prefill / prefill.median / 1e6:.0f}",
+            "-" if decode is None else f"{decode:.1f}",
+            "-" if read is None else f"{read:.1f}",
+        )
+    for table in (times, parts, tokens):
+        console.print(table)
+    console.print_text(_LEGEND)
+    ttft = {name: spread for name, budget in rows.items() if (spread := budget.ms["ttft"])}
+    print_spread(console, "the time to first token of one budget", report.repeat, ttft)
+    print_load(console, report.other_load)
     for name, budget in rows.items():
         if budget.warm_ttft_ms and budget.ms["ttft"]:
             warm, share = budget.warm_ttft_ms, budget.warm_ttft_ms.median / budget.ms["ttft"].median
-            console.print(
-                plain_text(f"{name}: TTFT in a session {spread_text(warm)}, {share:.2f} of a whole request")
+            console.print_text(
+                f"{name}: time to first token in a session {spread_text(warm)}, {share:.2f} of a whole request"
             )
-    for name, budget in rows.items():
-        if budget.stage_peak_rss_bytes:
-            console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))
+    peak = max(rows, key=lambda name: rows[name].peak_rss_bytes or 0)
+    if (most := rows[peak].peak_rss_bytes) is not None:
+        console.print_text(f"peak memory: {gigabytes(most)}, with {peak}; the JSON has each budget and stage")
     if report.power is not None:
         for name, budget in rows.items():
-            console.print(plain_text(f"{name}: {joules_text(budget.energy)}"))
-        console.print(plain_text(power_line(report.power)))
+            console.print_text(f"{name}: {joules_text(budget.energy)}")
+        console.print_text(power_line(report.power))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
 
 
-def _parts(budget: BudgetReport) -> str:
-    """Return the median milliseconds of TTFT's parts. They need not add up to the median of TTFT."""
-    parts = [f"{part} {median_text(budget.ms[part])}" for part in OF_TTFT]
-    return ", ".join(parts).replace(", rest", f" (select {median_text(budget.ms['select'])} of it), rest")
+def row_name(name: str) -> Text:
+    """Return the name of a profile's row for its table, a baseline's budget on a second line."""
+    return Text("\n").join(plain_text(word) for word in name.split(" "))
 
 
-def _rates(budget: BudgetReport) -> str:
-    """Return the rates that the machine achieved. A rate above the machine's peak is a bug."""
-    prefill = budget.ms["prefill"]
-    rates = [f"prefill {budget.flops.prefill / prefill.median / 1e6:.0f} GFLOP/s"] if prefill else []
-    if budget.decode_tokens_per_s is not None:
-        rates.append(f"decode {budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s")
-    return ", ".join(rates)
+def parts_table(parts: Sequence[str], *more: str) -> Table:
+    """Return an empty table of the `parts` of a request, by the names that plots have too, and of `more` columns."""
+    names = [PART_NAMES[part].replace(" ", "\n") for part in parts]
+    return make_table(["budget"], [*names, "selection\nin prefill", *more])
 
 
-def _peaks(budget: BudgetReport) -> str:
-    stages = ", ".join(f"{stage} {count / 1e6:.0f}" for stage, count in budget.stage_peak_rss_bytes.items())
-    return stages if budget.peak_rss_bytes is None else f"{stages}; in all {budget.peak_rss_bytes / 1e6:.0f}"
+def print_spread(console: TableConsole, what: str, repeat: int, spreads: Mapping[str, Spread]) -> None:
+    """Print how far apart the measurements of `what` are, by the names of several rows."""
+    if len(spreads) > 1:
+        console.print_text(noise_note(what, repeat, spreads))
+
+
+def print_load(console: TableConsole, other_load: float | None) -> None:
+    """Print a warning if other programs took a large share of the processors during a measurement."""
+    if other_load is not None and other_load > LOADED:
+        console.print_text(
+            f"warning: other programs took {100 * other_load:.0f} % of the processors meanwhile, so times are "
+            "doubtful; measure again on an idle machine"
+        )

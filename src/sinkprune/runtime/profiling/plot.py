@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkprune.contract.checks import counted, install_command, needs_package
-from sinkprune.contract.report import BudgetReport, EngineHeader, ProfileReport, RateReport
+from sinkprune.contract.report import BudgetReport, EngineHeader, ProfileReport, RateReport, Spread
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,6 +30,18 @@ _PARTS = {
 }
 _COLOURS = {**_PARTS, "expert": "#CC79A7"}
 """The parts of answers, and those of a robot policy's chunks."""
+PART_NAMES = {
+    "preprocess": "preprocessing",
+    "vision": "vision tower",
+    "sanitizer": "sanitizer",
+    "projector": "projector",
+    "prefill": "prefill",
+    "select": "selection",
+    "rest": "rest",
+    "decode": "further tokens",
+    "expert": "denoising",
+}
+"""The names of parts in plots and tables."""
 
 
 def import_matplotlib() -> Any:
@@ -54,16 +66,18 @@ def plot_report(report: ProfileReport, suffix: str) -> bytes:
     labels = []
     for name, budget in report.rows().items():
         ttft = budget.ms["ttft"]
-        first = f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
+        first = f"; first token {ttft.median:.0f} ms ({budget.speedup.ttft:.2f} x as fast)" if ttft else ""
         labels.append(f"{sum(rows[name].values()):.0f} ms{first}")
-    below = "milliseconds (median of the whole answer, divided as the medians of its parts)"
+    spreads = [budget.ms["latency"] for budget in report.rows().values()]
+    below = "milliseconds: median of the whole answer, divided as the medians of its parts; the line ends at p95"
     title = f"{report.prompt_tokens} text + {report.new_tokens} new tokens"
-    return stacked_bars(report, rows, labels, title, below, suffix)
+    return stacked_bars(report, rows, spreads, labels, title, below, suffix)
 
 
 def stacked_bars(
     head: EngineHeader,
     rows: Mapping[str, Mapping[str, float]],
+    spreads: Sequence[Spread | None],
     labels: Sequence[str],
     title: str,
     below: str,
@@ -71,7 +85,8 @@ def stacked_bars(
 ) -> bytes:
     """Return the bytes of a picture file of type `suffix` with a stacked bar for each of `rows`.
 
-    `rows` are milliseconds by part, by the names next to the bars. `labels` stand after the bars, `title` above them
+    `rows` are milliseconds by part, by the names next to the bars, and `spreads` are those of their sums, whose p95
+    ends a line. `labels` stand after the bars, `title` above them
     after the machine of `head`, and `below` under the axis.
     """
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(rows)), layout="constrained")
@@ -80,11 +95,14 @@ def stacked_bars(
     left = [0.0] * len(names)
     for part, colour in parts.items():
         row = [rows[name][part] for name in names]
-        axes.barh(names, row, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
+        axes.barh(names, row, left=left, color=colour, label=PART_NAMES[part], edgecolor="white", linewidth=0.4)
         left = [start + width for start, width in zip(left, row, strict=True)]
-    for number, (end, label) in enumerate(zip(left, labels, strict=True)):
-        axes.text(end, number, f"  {label}", va="center", fontsize=9)
-    axes.set_xlim(0, max(left) * 1.28)
+    ends = [max(end, spread.p95 if spread else 0) for end, spread in zip(left, spreads, strict=True)]
+    beyond = [end - start for end, start in zip(ends, left, strict=True)]
+    axes.errorbar(left, names, xerr=[[0.0] * len(ends), beyond], fmt="none", ecolor="black", elinewidth=1, capsize=4)
+    for number, (end, label) in enumerate(zip(ends, labels, strict=True)):
+        axes.text(end, number, f"  {label}", va="center", fontsize=10)
+    axes.set_xlim(0, max(ends) * 1.6)
     axes.invert_yaxis()
     axes.set_xlabel(below)
     axes.spines[["top", "right"]].set_visible(False)
@@ -93,7 +111,9 @@ def stacked_bars(
         f"{head.machine}; {title}",
         fontsize=10,
     )
-    figure.legend(ncols=len(parts), fontsize=8, loc="outside lower center", frameon=False)
+    figure.legend(
+        ncols=len(parts), fontsize=10, handlelength=1.2, columnspacing=1.2, loc="outside lower center", frameon=False
+    )
     return figure_bytes(figure, suffix)
 
 

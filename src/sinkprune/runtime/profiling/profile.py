@@ -34,6 +34,7 @@ from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
+from sinkprune.runtime.system import OtherLoad
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -99,6 +100,8 @@ class Rounds(Generic[Kind, Run]):
     def __init__(self, kinds: Iterable[Kind]) -> None:
         self._kinds = list(kinds)
         self._first: Run | None = None
+        self.other_load: float | None = None
+        """The share of the processors that other programs took during `measure`; None if it is unknown."""
         self._rounds: list[dict[Kind, Run]] = []
         """The complete rounds that count."""
 
@@ -118,7 +121,7 @@ class Rounds(Generic[Kind, Run]):
         `on_run` is called with the budget before each run. Raises `UsageError`, and what `Pipeline.generate` or
         `Policy.act` raises.
         """
-        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
+        repeat, warmup, others = REPEAT.check(repeat), WARMUP.check(warmup), OtherLoad()
         for turn in range(-warmup, repeat):
             # Rotate the order, so that a round's first run favours no kind.
             shift = turn % len(self._kinds)
@@ -128,6 +131,7 @@ class Rounds(Generic[Kind, Run]):
                 self._first = self._first or found[kind]
             if turn >= 0:
                 self._rounds.append(found)
+                self.other_load = others.share()
 
     def _run(self, kind: Kind, turn: int, on_run: Callable[[str], None]) -> Run:
         raise NotImplementedError
@@ -213,6 +217,7 @@ class ProfileRounds(Rounds[Row, _Run]):
         return ProfileReport(
             **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
             repeat=self.count,
+            other_load=self.other_load,
             first_answer_ms=None if load is None or first is None else load + first,
             seen_share=tuple(kept.layout.seen_share for kept in answer.images),
             budgets=reports.pop(self._method),
