@@ -92,6 +92,7 @@ _INNER = {
         "Engine",
         "PolicyFacts",
         "SampledFrames",
+        "Histogram",
         "Sampler",
         "Curve",
         "RecentRatios",

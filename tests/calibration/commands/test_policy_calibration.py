@@ -139,6 +139,6 @@ def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: 
     data.write_text(json.dumps(line))
     assert_refused(run(*ATTENTION, policy, "--data", data, "--heads", tmp_path / "x.json"), "at least two different")
     assert_refused(run(*ATTENTION, policy), "expected a file of moments that ends in .jsonl")
-    assert_refused(run(*ATTENTION, bundle("gqa-112"), "--data", data), "unknown field 'cameras'")
+    assert_refused(run(*ATTENTION, bundle("gqa-112"), "--data", data), "The fields are image, question, answer")
     data.write_text(json.dumps({**line, "state": [1]}))
     assert_refused(run(*ATTENTION, policy, "--data", data), "line 1: the state has the shape [1], expected 5 numbers")

@@ -129,7 +129,7 @@ def test_a_damaged_engine_is_refused(cut_off: int, said: str, small: Bundle, bui
 
 def test_too_little_memory_names_need_and_free_before_anything_is_loaded(small: Bundle, build: FakeBuild) -> None:
     need = sum(spec.size for spec in build.manifest.files.values()) + max(ACTIVATIONS.values())
-    Loading(small, build, total=need - 1).refused("GB free", "of weights and code", "--max-prompt")
+    Loading(small, build, total=need - 1).refused("MB free", "of weights and code", "--max-prompt")
 
 
 def test_tensorrt_needs_engines_and_takes_no_threads(small: Bundle, build: FakeBuild) -> None:

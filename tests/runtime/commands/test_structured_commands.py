@@ -50,7 +50,7 @@ def test_the_answer_is_one_of_the_choices(bundle: Bundles, photo_file: Path, tmp
     assert [*found["choices"]] == ["the cup", "the table"]
     assert sum(found["choices"].values()) == pytest.approx(1)
     assert found["confidence"] == found["choices"][found["text"]] == max(found["choices"].values())
-    text, _, *shares = done.stdout.splitlines()
+    text, _, _, *shares = done.stdout.splitlines()
     assert text == found["text"]
     assert shares == [f"{share:.3f} {name}" for name, share in found["choices"].items()]
 

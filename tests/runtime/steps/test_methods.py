@@ -82,7 +82,7 @@ def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_ou
     for method in METHODS:
         held = [name for name in BUDGETS if (method, name) not in missing]
         assert list(manifest.plans[method]) == held
-    with pytest.raises(BudgetError, match=r"no budget 'retain-32' for method 'fastv'; it holds: none, retain-192"):
+    with pytest.raises(BudgetError, match=r"no budget 'retain-32' for method 'fastv'; .*It holds: none, retain-192"):
         manifest.plan("fastv", "retain-32")
 
 

@@ -19,7 +19,7 @@ OUTPUT = (
     "prompt -> ",
     "4\n[none]",
     "256 visual tokens",
-    "module  ",
+    "llava-1.5-7b fits: ",
     "stop: ",
     "1  H ",
     "p_j = ",
