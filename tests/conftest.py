@@ -103,9 +103,10 @@ def quick_loads_and_writes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all workers of this run share."""
+    """The folder that all workers of this run share; with `SINKPRUNE_TEST_BUNDLES`, all runs of one tree."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder = Path(os.environ.get("SINKPRUNE_TEST_BUNDLES", folder))
     folder.mkdir(exist_ok=True)
     return folder
 
