@@ -41,9 +41,9 @@ class Arm(NamedTuple):
 
 
 ARMS = (
-    Arm("unpruned: a chunk takes 0.6 s", Cell("inpaint", 600, "none")),
-    Arm("prune-80: a chunk takes 0.3 s", Cell("inpaint", 300, "prune-80")),
-    Arm(f"prune-80, the camera dies at {_DIES / RATE_HZ:.1f} s", Cell("inpaint", 300, "prune-80"), _DIES),
+    Arm("unpruned: a chunk takes 0.6 s", Cell("switch", 600, "none")),
+    Arm("prune-80: a chunk takes 0.3 s", Cell("switch", 300, "prune-80")),
+    Arm(f"prune-80, the camera dies at {_DIES / RATE_HZ:.1f} s", Cell("switch", 300, "prune-80"), _DIES),
 )
 
 

@@ -263,7 +263,7 @@ class PolicyLoop:
         instruction: str,
         *,
         rate_hz: float,
-        join: Join = "inpaint",
+        join: Join = "switch",
         execution_horizon: int = 1,
         hold: Callable[[Array], Array] = lambda last: last,
         budget: str = UNPRUNED,

@@ -27,7 +27,7 @@ def add_loop_options(parser: Any) -> None:
         help="play the folders' moments at this rate, one a tick, and send an action a tick while the next chunk is "
         "computed, as PolicyLoop does on a robot",
     )
-    add("--join", choices=JOINS, help="with --rate: how a new chunk joins the one that runs (default: inpaint)")
+    add("--join", choices=JOINS, help="with --rate: how a new chunk joins the one that runs (default: switch)")
     add(
         "--execution-horizon",
         type=HORIZON.named("--execution-horizon"),

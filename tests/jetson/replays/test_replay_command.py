@@ -66,7 +66,7 @@ def test_every_answer_has_its_frame_s_time_and_the_pipeline_s_text(
         assert np.isnan(figures.confidence)
         assert 0 < figures.vision_ms < figures.ttft_ms <= figures.latency_ms
         assert drawn.format == "jpeg"
-        expected = np.asarray(overlay(answer, pictures[number]), int)
+        expected = np.asarray(overlay(answer, pictures[number], "What is this?"), int)
         assert np.abs(np.asarray(Image.open(io.BytesIO(drawn.data)), int) - expected).mean() < 8
     assert lines[COUNT].startswith(f"[retain-64] {COUNT} of {COUNT} frames answered; TTFT ")
     assert " (of fewer than 20, p95 is close to the slowest); written to " in lines[COUNT]

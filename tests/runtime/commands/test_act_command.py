@@ -182,7 +182,7 @@ def test_an_overlay_has_every_camera(path: Path, folder: Path, policy: Policy, t
         outcome = act(path, folder, "--seed", 3, "--budget", "prune-88.9", "--overlay", file, cameras=cameras)
         assert outcome.code == 0, outcome.stderr
         own = expected(policy, folder, cameras, budget="prune-88.9")
-        drawn = overlay(own, [None if name == "none" else folder / name for name in cameras])
+        drawn = overlay(own, [None if name == "none" else folder / name for name in cameras], "pick up the cup")
         assert ImageChops.difference(Image.open(file).convert("RGB"), drawn).getbbox() is None
     with pytest.raises(UsageError, match="found 2 pictures, the answer is about 1"):
         overlay(own, [folder / "base.png", folder / "wrist.png"])

@@ -156,7 +156,7 @@ def test_an_interrupted_command_reports_the_complete_rounds(
         report = json.loads((tmp_path / "x.json").read_text())
         # The photo is 600x400.
         assert (report["repeat"], report["seen_share"]) == (2, [pytest.approx(2 / 3, abs=0.01)])
-        assert "median (p95) of 2 interleaved runs" in outcome.stdout
+        assert "median (95th percentile) of 2 interleaved runs" in outcome.stdout
         assert report["interrupted"] == "the report counts 2 of 4 rounds."
     else:
         assert without_notes(outcome.stderr) == "interrupted; no whole round was measured, so nothing was kept.\n"
