@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None) -> None:
         f"({steps} steps, {policy.backend.threads} threads)\n"
         f"late by {late['median']:.2f} ms (median), {late['p99']:.2f} (p99), {late['p99.9']:.2f} (p99.9), "
         f"{late['max']:.2f} (most); {report.missed_ticks} missed\n"
-        f"memory: {memory[1]:.0f} MB after 10 s, {memory[-1]:.0f} MB at the end\n"
+        f"memory: {memory[min(1, len(memory) - 1)]:.0f} MB after 10 s, {memory[-1]:.0f} MB at the end\n"
     )
     write_json(options.json, {"machine": processor_name(), "steps": steps, "memory_mb": memory, **report.as_json()})
 
