@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None) -> None:
         interrupted = f"the table counts the first {len(episodes)} of {counted(options.episodes, 'episode')}."
         options, earlier = beside_earlier(options, "json", "plot")
     rows = [_row(cell, [own[cell] for own in episodes]) for cell in cells]
-    print_table(rows, len(episodes))
+    print_tables(rows, len(episodes))
     where = {"machine": processor_name(), "versions": dict(policy.backend.versions), "threads": options.threads}
     counts = {"episodes": len(episodes), "interrupted": interrupted or None, "rate_hz": RATE_HZ}
     write_json(options.json, {**where, **counts, "rows": rows})
@@ -166,19 +166,26 @@ def _row(cell: Cell, episodes: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
-def print_table(rows: Sequence[dict[str, Any]], episodes: int) -> None:
-    """Print the rows as Markdown: success, its interval, and the seconds to the pick."""
-    sys.stdout.write(
-        f"{counted(episodes, 'episode')} a row\n\n| join | a chunk ms | budget | success %, 95 % interval "
-        "| s to the pick | chunks an episode |\n| --- | --- | --- | --- | --- | --- |\n"
-    )
-    for row in rows:
-        low, high = (100 * end for end in row["ci95"])
-        seconds = "-" if row["seconds_to_pick"] is None else f"{row['seconds_to_pick']:.1f}"
-        sys.stdout.write(
-            f"| `{row['way']}` | {row['delay_ms']} | `{row['budget']}` "
-            f"| {100 * row['success']:.1f} ({low:.1f} to {high:.1f}) | {seconds} | {row['chunks_an_episode']:.1f} |\n"
-        )
+def print_tables(rows: Sequence[dict[str, Any]], episodes: int) -> None:
+    """Print success and the seconds to the pick as Markdown, a row for each time of a chunk and budget."""
+    sys.stdout.write(f"{counted(episodes, 'episode')} a cell\n")
+    heads = " | ".join(f"`{way}`" for way in WAYS)
+    times = list(dict.fromkeys((row["delay_ms"], row["budget"]) for row in rows))
+    for what, shown in (("success %, 95 % interval", _success), ("s to the pick, median", _seconds)):
+        sys.stdout.write(f"\n{what}:\n\n| a chunk takes, ms | budget | {heads} |\n{'| --- ' * (2 + len(WAYS))}|\n")
+        for time in times:
+            # The rows are in the order of the ways.
+            own = [shown(row) for row in rows if (row["delay_ms"], row["budget"]) == time]
+            sys.stdout.write(f"| {time[0]} | `{time[1]}` | {' | '.join(own)} |\n")
+
+
+def _success(row: dict[str, Any]) -> str:
+    low, high = (100 * end for end in row["ci95"])
+    return f"{100 * row['success']:.1f} ({low:.1f} to {high:.1f})"
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    return "-" if row["seconds_to_pick"] is None else f"{row['seconds_to_pick']:.1f}"
 
 
 def plot(rows: Sequence[dict[str, Any]], suffix: str) -> bytes:

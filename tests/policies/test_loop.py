@@ -208,9 +208,16 @@ def test_what_hangs_ends_in_a_stale_frame(who: str) -> None:
     robot, thinker = Robot(clock), Thinker(clock)
     owner, where = (robot, "observe") if who == "camera" else (thinker, "act")
     setattr(owner, where, broken(2, lambda: clock.wait(clock.now() + 60))(getattr(owner, where)))
-    report = started(clock, robot, thinker, max_age_ms=1500).run(30)
+    faulted = list[float]()
+    loop = started(clock, robot, thinker, max_age_ms=1500, on_fault=lambda fault: faulted.append(clock.now()))
+    report = loop.run(30)
     assert report.fault is not None and report.fault.kind == "stale frame"
     assert report.frame_age_ms.largest <= 1500
+    # `on_fault` comes before the loop waits for what hangs.
+    assert clock.now() - faulted[0] >= 9
+    with pytest.raises(UsageError, match="still hangs"):
+        loop.run(1)
+    clock.wait(clock.now() + 100)
     assert report.held_ticks == 0 or report.late_chunks == 1
 
 
@@ -241,6 +248,18 @@ def test_a_first_chunk_that_is_too_slow_is_followed_by_a_second() -> None:
     thinker.seconds = 5.0
     report = started(clock, robot, thinker).run(3)
     assert report.fault is not None and report.fault.kind == "stale frame" and report.chunks == 2
+
+
+def test_an_error_of_hold_is_a_fault() -> None:
+    report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000, hold=lambda last: 1 / 0)
+    assert report.fault is not None and report.fault.kind == "hold"
+    assert report.held_ticks == 0 and report.ticks == len(robot.sent) == report.fault.tick
+
+
+def test_a_run_ends_after_its_last_chunk() -> None:
+    """Otherwise a process could end while an engine runs."""
+    report, _, thinker = ran(seconds=0.5, thinks=5.0, max_age_ms=60_000)
+    assert report.ticks == 5 and report.chunks == len(thinker.asked) == 2
 
 
 def test_a_horizon_keeps_chunks_apart_and_hold_makes_the_missing_actions() -> None:

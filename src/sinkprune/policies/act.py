@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def _rehearse(policy: Policy, moments: Sequence[Moment], options: Options, facts: dict[str, Any]) -> None:
     """Run the loop over all moments, print what it did, and write its report."""
     output = RunningOutput(options.json)
-    with explain_interrupt(_NO_CHUNK), output.until_written("acting"):
+    with explain_interrupt("the loop did not come to its end, so nothing was kept."), output.until_written("acting"):
         report, actions = rehearse(policy, moments, options)
     output.write(loop_lines(report))
     write_json(options.json, {**facts, "loop": report.as_json(), "actions": actions})

@@ -108,9 +108,9 @@ class ActionLimits(NamedTuple):
         return found
 
 
-FaultKind = Literal["stale frame", "not finite", "observe", "act", "send"]
+FaultKind = Literal["stale frame", "not finite", "observe", "act", "hold", "send"]
 """Why a loop stopped: the frame behind an action is older than `max_age_ms` (also where a camera or the policy
-hangs), numbers of an action are not finite, or an error of `observe`, the policy or `send`."""
+hangs), numbers of an action are not finite, or an error of `observe`, the policy, `hold` or `send`."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ class PolicyLoop:
     Where the next chunk is late, `hold` makes the action from the last one.
 
     A loop stops sending, and calls `on_fault`, at a frame older than `max_age_ms` behind an action, at an action that
-    is not finite, and at any error of `observe`, the policy or `send`. It does not move the arm to safety: `on_fault`
-    may.
+    is not finite, and at any error of `observe`, the policy, `hold` or `send`. It does not move the arm to safety:
+    `on_fault` may.
     """
 
     @checks_options
@@ -316,6 +316,7 @@ class PolicyLoop:
         self._join, self._limits, self._on_fault, self._on_chunk = join, limits, on_fault, on_chunk
         self._clock = clock or _SystemClock()
         self._ended = threading.Event()
+        self._planner: threading.Thread | None = None
 
     def stop(self) -> None:
         """End `run` at the next tick; any thread may call this, also `send` and `on_chunk`."""
@@ -324,8 +325,13 @@ class PolicyLoop:
     def run(self, seconds: float = math.inf) -> LoopReport:
         """Send actions for `seconds` from the first one on, or until `stop` or a fault; returns the report.
 
-        Raises nothing of `observe`, the policy and `send`: their errors are `LoopReport.fault`.
+        `on_fault` is called at once. Then `run` waits for the chunk that is being computed, ten seconds at most.
+
+        Raises nothing of `observe`, the policy, `hold` and `send`: their errors are `LoopReport.fault`. Raises
+        `UsageError` if what hung in the last run still does.
         """
+        if self._planner is not None and self._planner.is_alive():
+            raise UsageError("the camera or the policy of the last run still hangs. Make a new loop when it returns.")
         self._ended.clear()
         self._report, self._plan = LoopReport(self._rate, self._join), ActionPlan(self._join)
         self._fault: LoopFault | None = None
@@ -333,24 +339,29 @@ class PolicyLoop:
         self._arrived = threading.Event()
         self._last: _Planned | None = None
         self._too_slow = ""
-        planner = threading.Thread(target=self._compute_chunks, name="sinkprune chunks", daemon=True)
         began = self._clock.now()
-        with _quick_switches():
-            planner.start()
-            try:
-                self._send_actions(began, seconds)
-            finally:
-                self._ended.set()
-        if self._fault is None:
-            # A policy or a camera that hangs keeps its thread, which ends with the process.
-            for _ in range(round(self._max_age / _POLL_S)):
-                if not planner.is_alive():
-                    break
-                self._clock.wait(self._clock.now() + _POLL_S)
-        else:
-            self._report.fault = self._fault
-            self._on_fault(self._fault)
+        with _quick_switches(), self._computing():
+            self._send_actions(began, seconds)
+            if self._fault is not None:
+                self._report.fault = self._fault
+                self._on_fault(self._fault)
         return self._report
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute chunks in the block. At its end, also by Ctrl-C, wait for the last one.
+
+        A process must not end while an engine runs. What hangs for longer keeps its thread.
+        """
+        self._planner = planner = threading.Thread(target=self._compute_chunks, name="sinkprune chunks", daemon=True)
+        planner.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            until = self._clock.now() + _HANGS_S
+            while planner.is_alive() and self._clock.now() < until:
+                self._clock.wait(self._clock.now() + _POLL_S)
 
     def _send_actions(self, began: float, seconds: float) -> None:
         report, clock = self._report, self._clock
@@ -370,16 +381,23 @@ class PolicyLoop:
             if self._ended.is_set():
                 break
             planned = self._plan.take(tick)
-            if not self._sent(planned or self._held(), tick, now, now - due):
+            action = planned or self._held(tick)
+            if action is None or not self._sent(action, tick, now, now - due):
                 break
             report.late_chunks += planned is None and not holding
             report.held_ticks += planned is None
             holding, tick = planned is None, tick + 1
 
-    def _held(self) -> _Planned:
-        """Return the action of a tick without a new one."""
-        assert self._last is not None
-        return _Planned(self._hold(self._last.action), self._last.taken)
+    def _held(self, tick: int) -> _Planned | None:
+        """Return the action of a tick without a new one; None after a fault."""
+        if self._last is None:
+            self._fail("stale frame", "the first chunk was past before the first tick was sent.", tick)
+            return None
+        try:
+            return _Planned(self._hold(self._last.action), self._last.taken)
+        except Exception as error:
+            self._fail("hold", f"{type(error).__name__}: {error}", tick, error)
+            return None
 
     def _sent(self, planned: _Planned, tick: int, now: float, late: float) -> bool:
         """Send an action, and return whether that was right; else there is a fault."""
@@ -470,6 +488,8 @@ class PolicyLoop:
             )
 
 
+_HANGS_S = 10.0
+"""How long the end of a run waits for a chunk."""
 _FIRST_CHUNK_S = 600.0
 """How long the first chunk may take, for which engines may compile."""
 

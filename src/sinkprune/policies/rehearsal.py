@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +50,9 @@ def check_loop_options(options: Options, moments: Sequence[Moment]) -> None:
         return
     if len(moments) < 2:
         raise UsageError("--rate plays recorded moments, and there is one. Give a folder of frames for each camera.")
-    if options.overlay:
-        raise UsageError("--overlay draws one chunk, and --rate computes many. Leave one out.")
+    for name in ("overlay", "seed"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} is for single chunks, and --rate computes many. Leave one out.")
 
 
 class RecordedArm:
@@ -121,5 +121,4 @@ def raise_fault(report: LoopReport) -> None:
     message = f"the loop stopped at tick {fault.tick} ({fault.kind}): {fault.message}"
     if fault.error is not None and not isinstance(fault.error, SinkpruneError):
         raise fault.error
-    sys.stdout.flush()
     raise SinkpruneError(message) from fault.error
