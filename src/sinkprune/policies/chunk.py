@@ -102,8 +102,8 @@ def denoise(
     The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
     transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each step:
     `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy that
-    was trained with held actions. The caches do not move between
-    steps. Raises `NumericsError` for actions that are not finite.
+    was trained with held actions. The caches do not move between steps. Raises `NumericsError` for actions that are
+    not finite.
     """
     backend, rows = chain.backend, policy.expert_rows
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))

@@ -216,6 +216,7 @@ def test_a_rate_plays_the_moments_in_a_loop(path: Path, folder: Path, tmp_path: 
     ("words", "cameras", "message"),
     [
         (("--rate", 10), ("base.png", "wrist.png"), "--rate plays recorded moments, and there is one"),
+        (("--rate", 10, "--seed", 3), ("base", "wrist"), "--seed is for single chunks, and --rate computes many"),
         (("--join", "blend"), ("base.png", "wrist.png"), "--join is for --rate, which is not given"),
         (("--rate", 0), ("base", "wrist"), "--rate is 0.0, expected 0.1 to 1000 ticks a second"),
     ],

@@ -32,7 +32,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
     """With a bundle that lacks the default method."""
     path = tmp_path / "bundle"
     export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",), methods=("fastervlm",)), path)
-    assert_refused(run("sinkprune-serve", path), "fastervlm")
+    assert_refused(run("sinkprune-serve", path), "no method 'sinkpruner'", "holds: fastervlm. Give one of these")
     plan = ("--method", "fastervlm", "--budget", "retain-64")
     words = own_process("sinkprune-serve", path, "--port", 0, "--json", "--name", "robot", *plan)
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
