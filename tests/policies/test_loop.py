@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,25 @@ def test_a_late_chunk_holds_the_last_action() -> None:
     assert all(action[1] == CHUNK - 1 for action in held)
 
 
+def test_ticks_have_real_time_priority_where_the_system_permits_it_and_the_policy_does_not() -> None:
+    clock, found = VirtualClock(), dict[str, int]()
+
+    class Sender(Robot):
+        def send(self, action: Array) -> None:
+            found["send"] = os.sched_getscheduler(0)
+
+    class Scheduled(Thinker):
+        def act(self, *given: Any, **options: Any) -> Any:
+            found["act"] = os.sched_getscheduler(0)
+            return super().act(*given, **options)
+
+    before = os.sched_getscheduler(0)
+    report = started(clock, Sender(clock), Scheduled(clock)).run(1)
+    assert report.real_time == (found["send"] == os.SCHED_FIFO | os.SCHED_RESET_ON_FORK)
+    assert found["act"] == os.SCHED_OTHER
+    assert os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == before & ~os.SCHED_RESET_ON_FORK
+
+
 def test_a_policy_slower_than_its_chunks_is_named() -> None:
     report, _, _ = ran(seconds=60, thinks=2.55, max_age_ms=9_000)
     assert report.fault is not None and report.fault.kind == "stale frame"
@@ -122,6 +142,13 @@ def test_a_plan_joins_chunks_and_drops_what_is_past(join: Any) -> None:
     assert taken is not None and (taken.action[0], taken.taken) == (105, 2.0)
     assert plan.take(5) is None, "earlier ticks are forgotten"
     assert plan.add(new, 0, 3.0, 50) == 6
+
+
+def test_a_chunk_that_arrives_between_a_tick_and_its_sending_leaves_that_tick_its_action() -> None:
+    plan = ActionPlan("switch")
+    plan.add(np.arange(6.0)[:, None], 0, 1.0, 0)
+    plan.add(100 + np.arange(6.0)[:, None], 1, 2.0, 3)
+    assert [float(plan.take(tick).action[0]) for tick in (2, 3)] == [2, 102]  # type: ignore[union-attr]
 
 
 def test_inpainting_holds_what_will_run_until_the_chunk_can_arrive() -> None:

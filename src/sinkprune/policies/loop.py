@@ -7,12 +7,13 @@ computes chunks, one after the other. Action i of a chunk is for the first tick 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -43,6 +44,8 @@ _DELAYS = 20
 """The last chunks, whose longest delay is expected of the next."""
 _SWITCH_S = 5e-4
 """Python's threads change after so many seconds while a loop runs. Its usual 5 ms would make a tick as late."""
+_PRIORITY = 1
+"""The lowest of Linux's real-time priorities, so that a driver's threads come first."""
 _POLL_S = 0.01
 
 
@@ -179,7 +182,9 @@ class ActionPlan:
                     weight = place / (len(both) + 1)
                     mixed = weight * new[tick].action + (1 - weight) * self._planned[tick].action
                     new[tick] = _Planned(mixed, taken)
-            self._planned = new
+            # The tick that is due now may not have been taken yet.
+            earlier = {tick: own for tick, own in self._planned.items() if tick < first + past}
+            self._planned = earlier | new
         return past
 
     def coming(self, first: int, most: int) -> Array | None:
@@ -223,6 +228,8 @@ class LoopReport:
     """The age of the frame behind each action when it was sent."""
     chunk_ms: Histogram = field(default_factory=Histogram)
     """From an observation to the arrival of its chunk, without the first."""
+    real_time: bool = False
+    """Whether the system let the ticks run before other programs (Linux's `SCHED_FIFO`)."""
     fault: LoopFault | None = None
     """Why the loop stopped: its `kind`, `message` and `tick`; None where it ran to its end."""
 
@@ -252,6 +259,9 @@ class PolicyLoop:
     A loop stops sending, and calls `on_fault`, at a frame older than `max_age_ms` behind an action, at an action that
     is not finite, and at any error of `observe`, the policy, `hold` or `send`. It does not move the arm to safety:
     `on_fault` may.
+
+    The thread that calls `run` gets real-time priority until `run` ends, where the system permits it: on Linux for
+    root, with `CAP_SYS_NICE`, or with a limit `rtprio`. One that has a real-time priority keeps it.
     """
 
     @checks_options
@@ -340,7 +350,7 @@ class PolicyLoop:
         self._last: _Planned | None = None
         self._too_slow = ""
         began = self._clock.now()
-        with _quick_switches(), self._computing():
+        with _punctual(self._report), self._computing():
             self._send_actions(began, seconds)
             if self._fault is not None:
                 self._report.fault = self._fault
@@ -495,11 +505,22 @@ _FIRST_CHUNK_S = 600.0
 
 
 @contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Let Python's threads change often: the policy's must not keep the interpreter when a tick is due."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, _SWITCH_S))
+def _punctual(report: LoopReport) -> Iterator[None]:
+    """Run the caller's thread when its tick is due, before others, as far as the system permits it."""
+    switching, scheduler, priority = sys.getswitchinterval(), os.sched_getscheduler(0), os.sched_getparam(0)
+    own = scheduler & ~os.SCHED_RESET_ON_FORK
+    wanted, at = (os.SCHED_FIFO, os.sched_param(_PRIORITY)) if own == os.SCHED_OTHER else (own, priority)
+    with suppress(PermissionError):
+        # The threads that this one starts, of the policy too, must not get its priority.
+        os.sched_setscheduler(0, wanted | os.SCHED_RESET_ON_FORK, at)
+    report.real_time = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK in (os.SCHED_FIFO, os.SCHED_RR)
+    sys.setswitchinterval(min(switching, _SWITCH_S))
     try:
         yield
     finally:
-        sys.setswitchinterval(usual)
+        sys.setswitchinterval(switching)
+        try:
+            os.sched_setscheduler(0, scheduler, priority)
+        except PermissionError:
+            # Without the privilege, a thread gives its priority back, and never the flag.
+            os.sched_setscheduler(0, scheduler | os.SCHED_RESET_ON_FORK, priority)

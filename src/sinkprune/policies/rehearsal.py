@@ -105,7 +105,8 @@ def loop_lines(report: LoopReport) -> str:
     late, age, chunk = report.lateness_ms, report.frame_age_ms, report.chunk_ms
     return (
         f"{counted(report.ticks, 'tick')} at {report.rate_hz:g} Hz, late by {late.quantile(0.5):.2f} ms (median), "
-        f"{late.quantile(0.99):.2f} ms (p99), {late.largest:.2f} ms (most); {report.missed_ticks} missed\n"
+        f"{late.quantile(0.99):.2f} ms (p99), {late.largest:.2f} ms (most); {report.missed_ticks} missed, "
+        f"{'with' if report.real_time else 'without'} real-time priority\n"
         f"{counted(report.chunks, 'chunk')} by {report.join}: {chunk.quantile(0.5):.0f} ms each (median), "
         f"{chunk.quantile(0.99):.0f} ms (p99); {report.late_chunks} late, which held the arm for "
         f"{counted(report.held_ticks, 'tick')}; {counted(report.dropped_actions, 'action')} past and dropped\n"
