@@ -65,7 +65,7 @@ NOT_RUN: dict[str, str] = {
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
     r"python -m lmms_eval": PARTS,
     r"python -m sinkprune\.policies\.lerobot": "needs LeRobot: see tests/policies/lerobot/test_lerobot.py",
-    r"python -m lerobot|lerobot-record ": PARTS,
+    r"python -m lerobot|lerobot-(record|rollout) ": PARTS,
     r"python demo/photo\.py": PARTS,
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
     r"openssl ": PARTS,

@@ -18,7 +18,11 @@ import numpy as np
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import make_policy, make_pre_post_processors
-from lerobot.utils.control_utils import predict_action
+
+try:
+    from lerobot.utils.control_utils import predict_action
+except ModuleNotFoundError:  # LeRobot 0.6
+    from lerobot.common.control_utils import predict_action
 
 import sinkprune.policies.lerobot.policy  # noqa: F401 -- registers the type
 from sinkprune.demo.robot_table import SIDE, RobotTable

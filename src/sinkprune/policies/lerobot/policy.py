@@ -230,7 +230,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         """Raise `UsageError`: the policy is not trained."""
         raise UsageError(_NO_TRAINING)
 
-    def _save_pretrained(self, save_directory: Path) -> None:
+    def _save_pretrained(self, save_directory: Path, state_dict: object = None) -> None:
         self.config._save_pretrained(save_directory)
 
     def _frames(self, batch: Mapping[str, Any], row: int) -> list[Array | None]:
