@@ -26,6 +26,7 @@ import durations
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
+from sinkprune.runtime.backends import known
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 
@@ -98,6 +99,14 @@ def quick_loads_and_writes() -> Iterator[None]:
         targets = ("engines.targets.onnxruntime", "engines.targets.openvino") if EXPORTS else ()
         for module in ("runtime.backends.onnxruntime.backend", *targets):
             patch.setattr(f"sinkprune.{module}.trim_heap", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ort_cpu_where_no_backend_is_named() -> Iterator[None]:
+    """Tests compare exact values in threads at the same time, so no test runs on what else is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known, "is_installed", lambda module: module == "onnxruntime")
         yield
 
 

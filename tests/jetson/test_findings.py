@@ -208,7 +208,8 @@ def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
     models = [fits("llava-1.1b", 8 << 30, backend=name) for name in on_cpu()]
     findings = list(library_findings(machine, [*models, *models]))
     assert sorted((finding.backends, finding.found) for finding in findings) == [
-        ((name,), f"'{name}' needs openvino, which is not installed") for name in ("openvino", "ort-cpu+openvino")
+        ((name,), f"'{name}' needs openvino, which is not installed")
+        for name in ("openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill")
     ]
     assert all("'.[openvino]'" in finding.do and finding.stops for finding in findings)
     # `machine_findings` says that there is none at all.

@@ -62,7 +62,7 @@ def error(found: Array, expected: Array) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("backend", ["openvino", "ort-cpu+openvino"])
+@pytest.mark.parametrize("backend", ["openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill"])
 @pytest.mark.parametrize("name", slow_except({"pi0", "pi0-deep"}, PI0_SHAPES))
 def test_in_fp32_every_backend_keeps_and_does_the_same(
     name: str, backend: str, policy: Callable[..., Policy], photo: Image.Image

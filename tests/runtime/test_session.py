@@ -78,7 +78,8 @@ def text_before(found: Watched) -> int:
 @pytest.mark.parametrize(
     ("backend", "budget"),
     each_once(
-        ["ort-cpu", "openvino", "ort-cpu+openvino", "ort-cpu of opset20"], ["none", "retain-64", "retain-64+compact"]
+        ["ort-cpu", "openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill", "ort-cpu of opset20"],
+        ["none", "retain-64", "retain-64+compact"],
     ),
 )
 def test_a_second_question_on_every_backend(

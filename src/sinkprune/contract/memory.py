@@ -199,6 +199,16 @@ _OPENVINO: dict[WeightsName, WeightCopies] = {
 _GPU = WeightCopies(1.0, 1.0)
 """For every form: a GPU holds weights as in their file, which is in memory too during loading. Boards and integrated
 GPUs have a single memory for both."""
+
+
+def in_both(first: WeightMemory, second: WeightMemory) -> WeightMemory:
+    """Return the memory of weights that two libraries hold, loaded one after the other."""
+    pairs = {form: (own, second.copies[form]) for form, own in first.copies.items()}
+    return WeightMemory(
+        {form: WeightCopies(a.held + b.held, max(a.loading, b.loading)) for form, (a, b) in pairs.items()}
+    )
+
+
 ORT_CPU, OPENVINO = WeightMemory(_ORT_CPU, maps_engines=True), WeightMemory(_OPENVINO)
 
 

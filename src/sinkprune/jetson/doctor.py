@@ -45,7 +45,7 @@ from sinkprune.jetson.fit import (
     refused_by_backend,
 )
 from sinkprune.jetson.host import ClockFrequency, Library, Machine, SystemFiles, read_machine, this_environment
-from sinkprune.runtime.backends.known import KNOWN, on_cpu, usual_backend
+from sinkprune.runtime.backends.known import KNOWN, on_cpu, quickest_backend, usual_backend
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,7 @@ def _report(
 
 
 def _backend(machine: Machine) -> str:
-    if machine.chip:
-        return BOARD_BACKEND
-    imports = machine.python.imports
-    # The quickest pair: OpenVINO for the tower, ONNX Runtime for the decoder.
-    if imports("onnxruntime") and imports("openvino"):
-        return "ort-cpu+openvino"
-    return "openvino" if imports("openvino") else "ort-cpu"
+    return BOARD_BACKEND if machine.chip else quickest_backend(machine.python.imports)
 
 
 def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: Size, wanted: str | None) -> ModelFit:

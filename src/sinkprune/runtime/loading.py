@@ -55,13 +55,13 @@ class LoadOptions:
     """
 
     backend: str | None = None
-    """The name of a backend (default: ort-cpu, or the backend of the engines)."""
+    """The name of a backend (default: the quickest installed, or that of the engines)."""
     threads: int | None = None
     """The number of CPU threads (default: all cores)."""
     engines: str | os.PathLike[str] | None = None
     """A folder of engines that were built from the bundle; None runs its graphs."""
     compute: Compute | None = None
-    """What openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
+    """What openvino (fastest, bf16, fp32) and the other backends but ort-cuda and TensorRT (fastest, fp32) compute in
     (default: fastest)."""
     check_sums: bool = True
     """Whether every file is compared with its sha256 first; sizes are always compared. For a bundle that was already

@@ -17,7 +17,7 @@ from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.system import Turns
 
-BACKENDS = ("ort-cpu", "openvino", "ort-cpu+openvino")
+BACKENDS = ("ort-cpu", "openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill")
 BUDGETS = ("none", "retain-128", "retain-64")
 PICTURES, THREADS = 24, 4
 TOKENS = 4

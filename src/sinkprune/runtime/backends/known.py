@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 from sinkprune.contract.bundle import Engines, Target
-from sinkprune.contract.memory import OPENVINO, ORT_CPU, BackendMemory
+from sinkprune.contract.memory import OPENVINO, ORT_CPU, BackendMemory, in_both
 from sinkprune.contract.registry import Registry
 
 Compute = Literal["fastest", "bf16", "fp32"]
@@ -14,7 +16,7 @@ Compute = Literal["fastest", "bf16", "fp32"]
 
 - `fastest`: ort-cpu rounds activations to int8 for quantised weights. openvino computes in bf16 where the processor
   has it, and rounds in the same way where that is faster. openvino-gpu does the same with fp16. ort-cpu+openvino has
-  the vision tower in openvino's types.
+  the vision tower in openvino's types, and ort-cpu+openvino-prefill the whole prompt.
 - `bf16`: openvino only, for all but selection.
 - `fp32`: activations are not rounded, and openvino computes in fp32.
 """
@@ -61,6 +63,11 @@ ORT_WITH_OPENVINO = BackendSpec(
     memory=BackendMemory(ORT_CPU, OPENVINO),
     runs_new_budgets=True,
 )
+ORT_WITH_OPENVINO_PREFILL = replace(
+    ORT_WITH_OPENVINO,
+    opened_by=f"{_OURS}.openvino.backend:open_for_prefill",
+    memory=BackendMemory(in_both(OPENVINO, ORT_CPU), OPENVINO),
+)
 ORT_CUDA = replace(
     ORT_ON_CPU, opened_by=f"{_OURS}.onnxruntime.cuda:open_backend", computes=(), on_gpu=True, memory=None
 )
@@ -82,17 +89,27 @@ TENSORRT_RTX = replace(TENSORRT, target="tensorrt-rtx", libraries=("tensorrt_rtx
 
 KNOWN = Registry[BackendSpec]("sinkprune.backends")
 """Every backend that an installed package registers, by name."""
-DEFAULT = "ort-cpu"
-"""The backend of bundles, and of engines for the target that it shares with others."""
+_QUICKEST = ("ort-cpu+openvino", "openvino", "ort-cpu")
+"""For a bundle on a CPU: OpenVINO has the faster tower, ONNX Runtime the faster tokens and the faster loading."""
+
+
+def quickest_backend(installed: Callable[[str], bool]) -> str:
+    """Return the first of `_QUICKEST` whose modules are all `installed`; without any, the last."""
+    return next((name for name in _QUICKEST if all(map(installed, KNOWN[name].libraries))), _QUICKEST[-1])
+
+
+def is_installed(module: str) -> bool:
+    """Return whether Python finds the `module`, which is not imported."""
+    return find_spec(module) is not None
 
 
 def usual_backend(engines: Engines | None) -> str:
-    """Return the default backend of a bundle: that of its `engines`, or the one that runs anywhere."""
-    return DEFAULT if engines is None else backend_of(engines.manifest.target)
+    """Return the default backend of a bundle: that of its `engines`, or the quickest that is installed."""
+    return quickest_backend(is_installed) if engines is None else backend_of(engines.manifest.target)
 
 
 _USUAL: dict[Target, str] = {
-    "onnxruntime": DEFAULT,
+    "onnxruntime": "ort-cpu",
     "onnxruntime+openvino": "ort-cpu+openvino",
     "openvino": "openvino",
 }

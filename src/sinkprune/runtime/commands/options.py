@@ -160,7 +160,9 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
         "bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build"
     )
     add = parser.group("backend").add_argument
-    add("--backend", choices=[*KNOWN], help="engine library (default: ort-cpu, or the library of the engines)")
+    add(
+        "--backend", choices=[*KNOWN], help="engine library (default: the quickest installed, or that of the engines)"
+    )
     add(
         "--compute",
         choices=COMPUTES,

@@ -163,13 +163,13 @@ CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
 _COLD = "cold: the first request of a process is slower; sinkprune-profile measures warm ones\n"
 
 
-def result_lines(answer: Answer, *, cold: bool) -> str:
+def result_lines(answer: Answer, backend: str, *, cold: bool) -> str:
     """Return what stands below an answer's text: its times, whether they are `cold`, and closed lists' shares."""
     choices = [readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
-    return f"\n{_timings(answer)}\n{_COLD if cold else ''}" + "".join(choices)
+    return f"\n{_timings(answer, backend)}\n{_COLD if cold else ''}" + "".join(choices)
 
 
-def _timings(answer: Answer) -> str:
+def _timings(answer: Answer, backend: str) -> str:
     per_token, ended = answer.ms["per_token"], ""
     if answer.finish in CUT_OFF:
         tokens = counted(1 if answer.choices else len(answer.token_ids), "token")
@@ -179,7 +179,7 @@ def _timings(answer: Answer) -> str:
         + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
         + "), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
-        + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
+        + f"{answer.ms['latency']:.0f} ms in all on {backend}; visual tokens {answer.visual_tokens} -> "
         f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}{_in_time(answer)}"
     )
 
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if answer.finish == "cancelled":
         options, earlier = beside_earlier(options, "json", "overlay")
     cold = not any(extension.warms_up for extension in extensions)
-    output.write(result_lines(answer, cold=cold))
+    output.write(result_lines(answer, pipeline.backend.name, cold=cold))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, request, answer.budget)

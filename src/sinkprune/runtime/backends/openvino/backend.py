@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import TOWER_IN, Compute
-from sinkprune.runtime.backends.kv_cache import joined
+from sinkprune.runtime.backends.kv_cache import BufferedCache, joined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.openvino.devices import DEVICES, import_openvino, words
@@ -203,17 +203,19 @@ def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
     return [inputs[name] for name in names]
 
 
-OF_OPENVINO = "vision"
-"""The graph that runs on OpenVINO."""
-
-
 def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
     return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
 
 
+OF_OPENVINO = "vision"
+"""The graph of engines for both libraries that runs on OpenVINO."""
+
+
 class OrtWithOpenVinoBackend(OrtBackend):
-    """`ort-cpu`, with the graph `OF_OPENVINO` on `openvino`. Tensors are OrtValues."""
+    """`ort-cpu`, with the graphs `of_openvino` on `openvino`. Tensors are OrtValues."""
+
+    of_openvino: tuple[str, ...] = (OF_OPENVINO,)
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
@@ -226,15 +228,98 @@ class OrtWithOpenVinoBackend(OrtBackend):
         self.turn = self._openvino.turn
 
     def load(self, model: Model) -> Engine:
-        return self._vision(self._openvino.load(model)) if model.graph == OF_OPENVINO else super().load(model)
+        if model.graph not in self.of_openvino:
+            return super().load(model)
+        return self._on_ort_values(self._openvino.load(model))
 
-    def _vision(self, engine: Engine) -> Engine:
+    def _on_ort_values(self, engine: Engine) -> Engine:
         """Wrap OpenVINO's `engine`, which takes and returns arrays, for tensors of this backend."""
 
         def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-            arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-            # Two C types are int64, and openvino does not accept the one that onnxruntime returns.
-            outputs = engine({name: array.view(array.dtype.name) for name, array in arrays.items()})
-            return {name: self.tensor(array) for name, array in outputs.items()}
+            return {name: self.tensor(array) for name, array in engine(_arrays(inputs)).items()}
 
         return run
+
+
+def _arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
+    """Return OrtValues as arrays for OpenVINO. They are views, which are valid as long as the OrtValues are."""
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    # Two C types are int64, and openvino does not accept the one that onnxruntime returns.
+    return {name: array.view(array.dtype.name) for name, array in arrays.items()}
+
+
+def open_for_prefill(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
+    """Open the backend `name`, which takes no engines; raises `BackendError` and `EnginesError`."""
+    if built is not None:
+        raise EnginesError(
+            f"the engines in '{built.engines.path}' hold one form of each decoder segment, backend '{name}' needs "
+            "two. Give the bundle, or take --backend ort-cpu+openvino."
+        )
+    return OpenVinoPrefillBackend(name, threads, compute)
+
+
+class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
+    """`openvino` for pictures and prompts, `ort-cpu` for new tokens. Both hold the weights of the decoder."""
+
+    of_openvino = (OF_OPENVINO, "projector")
+    compiles_lengths = True
+
+    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
+        super().__init__(name, threads, compute)
+        tokens, _, prompts = self.compute.partition(TOWER_IN)
+        self.compute, self.cache = f"{prompts}; tokens in {tokens}", self._openvino.cache
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        def wrapped(engine: Engine) -> Engine:
+            # `wrap` may look at tensors, which are those of this backend.
+            own = wrap(self._on_ort_values(engine))
+            return lambda inputs: own({name: self.tensor(array) for name, array in inputs.items()})
+
+        prompts = self._openvino.load_decoder(model, form, wrapped)
+        return _PrefillDecoder(prompts, super().load_decoder(model, form, wrap), self)
+
+
+@dataclass
+class _PrefillCache(Cache):
+    """The keys and values of one segment, of one answer, in one of the two libraries."""
+
+    of_prompt: Any
+    """OpenVINO's cache; None after the first new token."""
+    of_tokens: Any = None
+    """ONNX Runtime's cache; None until then."""
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return int((self.of_prompt or self.of_tokens).length)
+
+
+class _PrefillDecoder(Decoder):
+    """A segment in OpenVINO and in ONNX Runtime; the first single row moves a cache from one to the other."""
+
+    def __init__(self, prompts: Decoder, tokens: Decoder, backend: OpenVinoPrefillBackend) -> None:
+        self._prompts, self._tokens, self._backend = prompts, tokens, backend
+
+    def new_cache(self) -> _PrefillCache:
+        return _PrefillCache(self._prompts.new_cache())
+
+    def __call__(self, inputs: Mapping[str, Any], cache: _PrefillCache) -> dict[str, Any]:
+        if cache.of_prompt is not None and inputs["hidden"].shape()[1] > 1:
+            return self._prompts(_arrays(inputs), cache.of_prompt)
+        if cache.of_prompt is not None:
+            rows = cache.length
+            buffers = BufferedCache(self.keys_and_values(cache), rows, rows)
+            cache.of_prompt, cache.of_tokens = None, self._tokens.restore(buffers, rows, rows + 1)
+        return self._tokens(inputs, cache.of_tokens)
+
+    def keys_and_values(self, cache: _PrefillCache) -> dict[str, Any]:
+        if cache.of_prompt is None:
+            return self._tokens.keys_and_values(cache.of_tokens)
+        held = self._prompts.keys_and_values(cache.of_prompt)
+        return {name: self._backend.tensor(array) for name, array in held.items()}
+
+    def save(self, cache: _PrefillCache, rows: int) -> dict[str, Array]:
+        held = self.keys_and_values(cache)
+        return {name.removeprefix("past_"): tensor.numpy()[:, :, :rows].copy() for name, tensor in held.items()}
+
+    def restore(self, saved: dict[str, Array], rows: int, length: int) -> _PrefillCache:
+        return _PrefillCache(self._prompts.restore(saved, rows, length))

@@ -36,7 +36,7 @@ def import_openvino(name: str) -> Any:
     except ImportError as error:
         raise BackendError(
             f"'{name}' needs openvino, and its import failed: {error}. "
-            f"Install it with: {install_command('openvino')}."
+            f"Install it with: {install_command('openvino')}. Or take --backend ort-cpu."
         ) from error
     finally:
         if not known:
