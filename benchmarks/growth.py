@@ -176,7 +176,7 @@ def _pipeline(folder: Path, tokens: int, width: int, pictures: int, threads: int
     (folder / name / "config.json").write_text(json.dumps(config(tokens, width)))
     request = ExportRequest(str(folder / name), budgets=(BUDGET,), random_weights=True, max_images=pictures)
     export_bundle(request, folder / f"{name}-bundle")
-    return Pipeline.load(folder / f"{name}-bundle", threads=threads)
+    return Pipeline.load(folder / f"{name}-bundle", backend="ort-cpu", threads=threads)
 
 
 def config(tokens: int, width: int) -> dict[str, Any]:

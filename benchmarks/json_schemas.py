@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None) -> None:
     check_outputs(json_outputs(options.json), [])
     drawn = [*cases(options.folder)]
     random.Random(options.seed).shuffle(drawn)
-    pipeline = Pipeline.load(options.bundle)
+    pipeline = Pipeline.load(options.bundle, backend="ort-cpu")
     began = time.perf_counter()
     found = measure(pipeline, iter(drawn), options.count, options.budget, options.max_new_tokens)
     found["seconds"] = time.perf_counter() - began

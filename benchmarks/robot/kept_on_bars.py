@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tables", type=int, default=100)
     options = parser.parse_args(arguments)
-    policy = Policy.load(options.bundle)
+    policy = Policy.load(options.bundle, backend="ort-cpu")
     sys.stdout.write("| frames | method | budget | all tokens | into the decoder | in its last layer |\n")
     sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
     for shape in SHAPES:

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = _Options(**vars(parser.parse_args(arguments)))
-    policy = Policy.load(options.bundle, threads=options.threads)
+    policy = Policy.load(options.bundle, backend="ort-cpu", threads=options.threads)
     cells = [Cell(way, delay, "prune-80") for way in WAYS for delay in DELAYS_MS]
     cells += [Cell(way, 600, "none") for way in WAYS] + [Cell(way, 400, "prune-66.7") for way in WAYS]
     episodes, interrupted, earlier = list[dict[Cell, Episode]](), "", ""

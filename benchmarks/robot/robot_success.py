@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = _Options(**vars(parser.parse_args(arguments)))
-    policy = Policy.load(options.bundle, threads=options.threads)
+    policy = Policy.load(options.bundle, backend="ort-cpu", threads=options.threads)
     plans = [(FIRST, "none")]
     plans += [(method, budget) for method, own in policy.bundle.manifest.plans.items() for budget in own]
     episodes, interrupted, earlier = list[dict[Plan, Episode]](), "", ""

@@ -116,12 +116,12 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     check_outputs(json_outputs(options.json), [])
-    with served(options.bundle, ["--budget", options.budget, "--name", NAME]) as server:
+    with served(options.bundle, ["--backend", "ort-cpu", "--budget", options.budget, "--name", NAME]) as server:
         runs = {
             number: profile(options.aiperf, options.bundle, server["url"], number, options.requests, options.tokens)
             for number in options.concurrency
         }
-    pipeline = Pipeline.load(options.bundle)
+    pipeline = Pipeline.load(options.bundle, backend="ort-cpu")
     for number, run in runs.items():
         equal = sum(each.text == expected(pipeline, each.payload, options.budget) for each in run)
         rows = {

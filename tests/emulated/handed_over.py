@@ -64,7 +64,7 @@ def pipeline(bundle: Callable[..., Path]) -> Callable[..., Pipeline]:
     def get(*arguments: Any, **options: Any) -> Pipeline:
         path = bundle(*arguments, **options)
         if path not in loaded:
-            loaded[path] = Pipeline.load(path)
+            loaded[path] = Pipeline.load(path, backend="ort-cpu")
         return loaded[path]
 
     return get

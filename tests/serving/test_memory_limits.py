@@ -28,7 +28,7 @@ MOST_BODY, MOST_WAITING, MOST_SESSION = 8, 24, 16
 """MiB."""
 OPTIONS = (
     *("--max-body-mb", MOST_BODY, "--max-waiting-bytes", MOST_WAITING * MIB, "--session-mb", MOST_SESSION),
-    *("--threads", 1, "--name", "m"),
+    *("--threads", 1, "--name", "m", "--backend", "ort-cpu"),
 )
 SPARE = 96
 """MiB for what the model computes, threads and buffers."""

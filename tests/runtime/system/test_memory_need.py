@@ -45,7 +45,7 @@ sys.exit(code)
 
 
 def in_own_process(room: int, command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", _PROGRAM, str(room), command, *map(str, arguments)]
+    words = [sys.executable, "-c", _PROGRAM, str(room), command, *map(str, arguments), "--backend", "ort-cpu"]
     # Each further arena of malloc takes 64 MiB of address space, as soon as a thread happens to need one.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
