@@ -21,11 +21,13 @@ from support.references.same_answers import QUESTION, asked, assert_alike, asser
 BACKEND = "ort-cpu+openvino"
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gqa-112", "gqa-112 of opset20", "next", "qwen", "qwen3-vl"])
 def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend=BACKEND, compute="fp32")
+    name, _, dialect = name.partition(" of ")
+    options = {"dialect": dialect} if dialect else {}
+    theirs, ours = pipeline(name, **options), Pipeline.load(bundle(name, **options), backend=BACKEND, compute="fp32")
     assert_equal_at_both_ends(ours, theirs, photo)
 
 
