@@ -193,7 +193,7 @@ class FakeContext:
 
     def __init__(self, engine: FakeEngine, how: Any) -> None:
         self._engine, self.created_with = engine, how
-        self._optimisation_profile: int | None = None
+        self.optimisation_profile: int | None = None
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._up_to_date_for: dict[str, Shape] | None = None
@@ -202,12 +202,12 @@ class FakeContext:
 
     def set_optimization_profile_async(self, number: int, stream: int) -> bool:
         assert stream == self._engine.device.stream
-        self._optimisation_profile = number
+        self.optimisation_profile = number
         return True
 
     def set_input_shape(self, name: str, shape: Shape) -> bool:
-        assert self._optimisation_profile is not None
-        least, _, most = self._engine.optimisation_profiles[self._optimisation_profile][name]
+        assert self.optimisation_profile is not None
+        least, _, most = self._engine.optimisation_profiles[self.optimisation_profile][name]
         self._shapes[name] = shape
         return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
 
