@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,11 +43,14 @@ class StepTimes:
         self._chain, self._policy = chain, policy
         self._known: dict[float, Tensor] = {}
 
-    def inputs(self, steps: int) -> list[dict[str, Tensor]]:
-        """Return the inputs of each of `steps` equal steps, from time 1 (noise) to 0; called in a `turn`."""
+    def inputs(self, steps: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the inputs of each of `steps` equal steps, from time 1 (noise) to 0; called in a `turn`.
+
+        One by one, so that the steps have the same addresses on a device.
+        """
         times = 1.0 - np.arange(steps) / steps
-        embedded = time_embeddings(self._policy, times)
-        return [self._of(float(time), row[None, None]) for time, row in zip(times, embedded, strict=True)]
+        for time, row in zip(times, time_embeddings(self._policy, times), strict=True):
+            yield self._of(float(time), row[None, None])
 
     def inputs_of_held(self, held: int) -> dict[str, Tensor]:
         """Return what a policy that was trained with held actions takes: `held` have time 0. Called in a `turn`."""
@@ -59,7 +63,7 @@ class StepTimes:
         """Compute the inputs of any number of steps up to `most`, as far as they are remembered; in a `turn`."""
         for steps in range(most, 0, -1):
             if len(self._known) + steps <= _MOST:
-                self.inputs(steps)
+                deque(self.inputs(steps), 0)
 
     def _of(self, time: float, embedded: Array) -> dict[str, Tensor]:
         backend, engine = self._chain.backend, self._chain.modulation

@@ -132,8 +132,8 @@ class FakeEngine:
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(description["onnx"], options, providers=["CPUExecutionProvider"])
-        self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
-        self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
+        self.inputs = {value.name: dtype_of(value.type) for value in self._session.get_inputs()}
+        self.outputs = {value.name: dtype_of(value.type) for value in self._session.get_outputs()}
         self.in_place: dict[str, str] = description["in_place"]
         self.contexts: list[FakeContext] = []
         self._shapes: dict[tuple[tuple[str, Shape], ...], dict[str, Shape]] = {}
@@ -169,10 +169,10 @@ class FakeEngine:
 
     def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
         """Read the inputs, run, write the outputs, and overwrite the activations."""
-        inputs = {name: _at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
+        inputs = {name: array_at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
         results = self._session.run(list(self.outputs), inputs)
         for name, result in zip(self.outputs, results, strict=True):
-            _at(addresses[name], result.shape, self.outputs[name])[...] = result
+            array_at(addresses[name], result.shape, self.outputs[name])[...] = result
         ctypes.memset(activations, 0x5A, self.device_memory_size_v2)
 
     def output_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -296,12 +296,12 @@ def build_fake_engines(
     return FakeBuild(folder, manifest)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def dtype_of(name: str) -> np.dtype[Any]:
     types = {"float": "float32", "float16": "float16", "int64": "int64", "bool": "bool"}
     return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
 
 
-def _at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
+def array_at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
     """Return the array at an address."""
     size = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)

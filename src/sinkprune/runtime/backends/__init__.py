@@ -113,13 +113,6 @@ class Backend(Protocol):
         that was altered since it was opened.
         """
 
-    def load_repeated(self, model: Model) -> Engine:
-        """Load the engine of a graph that a request calls again and again on inputs of the same shapes.
-
-        Nothing writes to an input that the next call gets too. Outputs have fixed sizes. Raises what `load` raises.
-        """
-        return self.load(model)
-
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         """Load the decoder segment of one graph, with caches of the bundle's `form`.
 

@@ -209,7 +209,8 @@ OF_OPENVINO = "vision"
 
 def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
+    provider = OrtWithOpenVinoBackend.provider
+    return opened(lambda: OrtWithOpenVinoBackend(name, threads, compute), name, provider, built)
 
 
 class OrtWithOpenVinoBackend(OrtBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -141,8 +141,8 @@ class _OptimisationProfile:
         session: Session,
     ) -> None:
         self.name = name
-        self._new_context = lambda captured: _context(session, graph, engine, number, captured=captured)
-        self._context, self._session = self._new_context(False), session
+        self._new_context = partial(_context, session, graph, engine, number)
+        self._context, self._session = self._new_context(captured=False), session
         self._inputs, self._outputs = inputs, outputs
         self._ranges = [ranges[tensor] for tensor in inputs]
         self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
@@ -166,7 +166,7 @@ class _OptimisationProfile:
         A graph is valid for as long as the context that it was captured from does not change.
         Source: TensorRT's developer guide, "CUDA Graphs".
         """
-        context = self._new_context(True)
+        context = self._new_context(captured=True)
         made = captured_on_stream(self._session.device, lambda: self._enqueue(context, shapes, addresses))
         return made._replace(held=context)
 
