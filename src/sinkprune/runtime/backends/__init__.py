@@ -53,8 +53,11 @@ class Cache(Protocol):
 class Decoder(Protocol):
     """A loaded decoder segment, which keeps the keys and values of earlier rows in a cache."""
 
-    def new_cache(self) -> Any:
-        """Return an empty `Cache` for this decoder. Its memory grows with its rows."""
+    def new_cache(self, expected: int = 0) -> Any:
+        """Return an empty `Cache` for this decoder. Its memory grows with its rows.
+
+        Where calls are captured, it has room for the `expected` rows at once, so that shapes stay the same.
+        """
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: Any) -> dict[str, Tensor]:
         """Return `hidden_out` of new rows, and `query` and `key` where a select follows, from `hidden`, `cos`, `sin`.
@@ -73,10 +76,10 @@ class Decoder(Protocol):
     def save(self, cache: Any, rows: int) -> Any:
         """Return a copy of the keys and values of the first `rows` rows of `cache`, for `restore`."""
 
-    def restore(self, saved: Any, rows: int, length: int) -> Any:
+    def restore(self, saved: Any, rows: int, length: int, expected: int = 0) -> Any:
         """Return a new `Cache` with the first `rows` rows of what `save` returned, which stays as it is.
 
-        `length` is how many rows it will hold next.
+        `length` is how many rows it will hold next, and `expected` at last, as for `new_cache`.
         """
 
 
@@ -97,6 +100,9 @@ class Backend(Protocol):
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
     resumes: bool = True
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
+    enqueues: bool = False
+    """Whether calls of engines return before they are done, so that the host waits where it reads a tensor. The
+    tensors have a `shape`, which can be read at once."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
 
@@ -128,6 +134,11 @@ class Backend(Protocol):
 
     def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
         """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the parts [1,...] of `tensor` [G,...]."""
+        array = self.numpy(tensor)
+        return [self.tensor(array[group : group + 1]) for group in range(len(array))]
 
     mark: Callable[[], Any] = time.perf_counter
     """Returns the moment at which all work enqueued so far is done. The default is for libraries whose calls return

@@ -44,10 +44,15 @@ class DeviceMemory(CacheMemory):
     """
 
     turn: AbstractContextManager[Any]
+    enqueues = True
 
     def __init__(self, device: Device, captures: Captures) -> None:
         self.gpu, self.captures = device, captures
         self.pool = MemoryPool(device)
+
+    @property
+    def fixes_room(self) -> bool:  # type: ignore[override]
+        return self.gpu.has_graphs
 
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> DeviceTensor:
         """Return a tensor with any content."""
@@ -73,6 +78,14 @@ class DeviceMemory(CacheMemory):
         for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
             self.gpu.copy(joined.address + place * row, parts[part].address + first * row, count * row)
         return joined
+
+    def split(self, tensor: DeviceTensor) -> list[DeviceTensor]:
+        """Return the parts [1,...] of `tensor` [G,...], copied on the device."""
+        parts = [self.empty((1, *tensor.shape[1:]), tensor.dtype) for _ in range(tensor.shape[0])]
+        # Copies, because kernels need addresses that are aligned.
+        for number, part in enumerate(parts):
+            self.gpu.copy(part.address, tensor.address + number * part.nbytes, part.nbytes)
+        return parts
 
     def rows(self, tensor: DeviceTensor) -> int:
         return tensor.shape[1]

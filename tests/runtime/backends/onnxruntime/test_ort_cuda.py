@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Policy, Session
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, NumericsError
 from sinkprune.runtime.backends.onnxruntime import cuda
 from sinkprune.runtime.device.captures import LEAST_BYTES
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
@@ -63,6 +63,49 @@ def test_every_graph_is_captured_at_its_second_use(rig: CudaRig, photo: Image.Im
     plan = rig.bundle.manifest.plan("sinkpruner", "retain-64")
     decoders = {f"decoder_{segment}" for segment in range(len(ours.chain.decoders))}
     assert plan and rig.report["graphs"].keys() == {"vision", "projector", "head", *plan.graphs, *decoders}
+
+
+def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Image.Image) -> None:
+    ours = rig.pipeline()
+    for _ in range(2):
+        ask(ours, photo, "retain-64", 3)
+    # The observer of `ask` reads nothing from the device.
+    start = len(rig.device.calls)
+    ask(ours, photo, "retain-64", 3)
+    calls = [call for call in rig.device.calls[start:] if call in ("copy_out", "synchronize", "replayed graph")]
+    segments = len(ours.chain.decoders)
+    first = calls.index("copy_out")
+    assert calls[:first] == ["replayed graph"] * (6 + segments + 1)
+    # Between two tokens, one read.
+    last = calls[-2 * (segments + 2) :]
+    assert last == (["replayed graph"] * (segments + 1) + ["copy_out"]) * 2
+
+
+def test_features_that_are_not_finite_are_refused_at_the_first_token(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = rig.pipeline()
+    vision = ours.chain.vision
+
+    def broken(inputs: Any) -> Any:
+        outputs = vision(inputs)
+        return outputs | {"norms": rig.backend.tensor(np.full(outputs["norms"].shape, np.nan, np.float32))}
+
+    monkeypatch.setattr(ours.chain, "vision", broken)
+    for budget in BUDGETS:
+        with pytest.raises(NumericsError, match="the vision tower gave norms or salience that are not finite"):
+            ask(ours, photo, budget, 2)
+
+
+def test_an_answer_keeps_its_shapes_however_long_it_is(rig: CudaRig, photo: Image.Image) -> None:
+    ours, theirs = rig.pipeline(), Pipeline.load(rig.bundle, threads=1)
+    # More tokens than a cache grows by at once.
+    answer, logits = ask(ours, photo, "retain-64", 80)
+    expected, others = ask(theirs, photo, "retain-64", 80)
+    assert answer.token_ids == expected.token_ids
+    np.testing.assert_allclose(logits, others, rtol=1e-3, atol=1e-3 * float(np.abs(others).max()))
+    # The second token runs, the third is captured, all others are replayed.
+    assert rig.report["graphs"]["decoder_0"] == {"captured": 1, "replayed": 77, "released": 0}
 
 
 def test_a_capture_without_weights_has_a_session_with_constant_sizes(rig: CudaRig, photo: Image.Image) -> None:
