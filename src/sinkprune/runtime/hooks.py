@@ -169,6 +169,11 @@ class Observer:
     def prefilled(self, result: Prefill) -> None:
         """Receives the KV caches, the number of rows of each layer, and the rows that survived each stage."""
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether `chose` is overridden; if not, logits of a greedy answer stay on the device."""
+        return type(self).chose is not Observer.chose
+
     def chose(self, token: int, logits: Array) -> None:
         """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill.
 

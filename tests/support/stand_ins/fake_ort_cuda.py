@@ -160,13 +160,19 @@ class FakeBinding:
         return [FakeValue(self.given[name]) if name in self.given else None for name in self._outputs]
 
 
+def cuda_backend(library: FakeOrtCuda) -> OrtCudaBackend:
+    """Return the real backend on a stand-in of the library, and on its device."""
+    device: Any = library.device
+    return OrtCudaBackend("ort-cuda", 1, "fastest", library, lambda: device)
+
+
 class CudaRig:
     """A pipeline or a policy on such a library; chain and backend are the real ones."""
 
     def __init__(self, bundle: Path | Bundle, refused: Callable[[list[str]], bool] = lambda _: False) -> None:
         self.device = FakeDevice()
         self.library = FakeOrtCuda(self.device, refused)
-        self.backend = OrtCudaBackend("ort-cuda", 1, "fastest", self.library, lambda: self.device)  # type: ignore[arg-type, return-value]
+        self.backend = cuda_backend(self.library)
         self.bundle = read_bundle(bundle) if isinstance(bundle, Path) else bundle
 
     def pipeline(self) -> Pipeline:

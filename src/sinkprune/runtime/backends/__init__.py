@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -131,6 +133,14 @@ class Backend(Protocol):
 
     def numpy(self, tensor: Tensor) -> Array:
         """Return `tensor` as a host array; waits until it is computed."""
+
+    def best(self, logits: Tensor) -> tuple[int, bool]:
+        """Return the index of the largest of `logits` [1,vocab], ties to the lower one, and whether all are finite.
+
+        Waits until they are computed.
+        """
+        array = self.numpy(logits)[0]
+        return int(np.argmax(array)), bool(np.isfinite(array).all())
 
     def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
         """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""

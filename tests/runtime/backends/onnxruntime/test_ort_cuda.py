@@ -18,12 +18,14 @@ from PIL import Image
 from sinkprune import Pipeline, Policy, Session
 from sinkprune.contract.errors import BackendError, NumericsError
 from sinkprune.runtime.backends.onnxruntime import cuda
+from sinkprune.runtime.backends.onnxruntime.cuda import BEST
 from sinkprune.runtime.device.captures import LEAST_BYTES
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_equal
 from support.references.steps import ask
-from support.stand_ins.fake_ort_cuda import CudaRig
+from support.stand_ins.fake_device import FakeDevice
+from support.stand_ins.fake_ort_cuda import CudaRig, FakeOrtCuda, cuda_backend
 
 BUDGETS = ("none", "retain-64")
 DIALECTS = ["opset24", "opset20"]
@@ -79,6 +81,35 @@ def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Ima
     # Between two tokens, one read.
     last = calls[-2 * (segments + 2) :]
     assert last == (["replayed graph"] * (segments + 1) + ["copy_out"]) * 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "logits",
+    [[0, 3, 1], [3, 0, 3], [-1, -1, -2], [0.0, -0.0, -1], [-60000, -60001, -60002], [1, np.nan, 2], [-np.inf, 0, 1]],
+    ids=str,
+)
+def test_the_best_token_is_found_on_the_device(dtype: type, logits: list[float]) -> None:
+    device = FakeDevice()
+    backend = cuda_backend(FakeOrtCuda(device))
+    array = np.array([logits], dtype)
+    for _ in range(4):
+        device.calls.clear()
+        index, finite = backend.best(backend.tensor(array))
+        assert finite == np.isfinite(array).all()
+        if finite:
+            assert index == np.argmax(array)
+    assert device.calls == ["copy_in", "replayed graph", "copy_out"]
+
+
+def test_greedy_answers_leave_their_logits_on_the_device(rig: CudaRig, photo: Image.Image) -> None:
+    ours, theirs = rig.pipeline(), Pipeline.load(rig.bundle, threads=1)
+    found = dict[str, Any]()
+    for options in ({}, {"temperature": 0.7, "seed": 1}, {"repetition_penalty": 1.3}, {"min_new_tokens": 6}):
+        own, other = (pipe.generate(photo, "What?", max_new_tokens=6, **options) for pipe in (ours, theirs))
+        assert own.token_ids == other.token_ids
+        # Only the first answer is greedy and may have any token.
+        assert found.setdefault(BEST, rig.report["graphs"][BEST]) == rig.report["graphs"][BEST]
 
 
 def test_features_that_are_not_finite_are_refused_at_the_first_token(

@@ -24,7 +24,14 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
-from sinkprune.runtime.backends.onnxruntime.library import DTYPES, Provider, failed, import_onnxruntime
+from sinkprune.runtime.backends.onnxruntime.library import (
+    DTYPES,
+    Provider,
+    failed,
+    import_onnxruntime,
+    session_options,
+)
+from sinkprune.runtime.backends.onnxruntime.small_graphs import best_graph
 from sinkprune.runtime.device.captures import Capture, Captures
 from sinkprune.runtime.device.cuda import Device, open_device
 from sinkprune.runtime.system import Turns
@@ -37,6 +44,10 @@ _NOT_CAPTURED = -1
 """ONNX Runtime's number of a call that launches kernel by kernel."""
 _MOST_NUMBERS = 512
 """Graphs that one session captures in its life. The library may hold a released graph until the session ends."""
+BEST = "best"
+"""The name of the graph that finds the largest logit, in reports of captures."""
+OpenSession = Callable[[Provider, Mapping[str, int]], Any]
+"""Returns a session on a provider, with constants in the place of dimensions of these names."""
 _REMEMBERED = 4096
 """Sets of input shapes of an engine whose output shapes are remembered."""
 
@@ -55,6 +66,7 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         DeviceMemory.__init__(self, device, Captures(device))
         self.versions["gpu"] = device.name
         self.turn = _TURNS
+        self._best = dict[tuple[str, int], CudaEngine]()
         self.plain: Provider = (CUDA[0], {**CUDA[1], "user_compute_stream": str(device.stream)})
         self.capturing: Provider = (CUDA[0], {**self.plain[1], "enable_cuda_graph": "1"})
 
@@ -66,12 +78,25 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         return BufferedDecoder(wrap(self._load_engine(model, in_place)), self, model.spec, form)
 
     def _load_engine(self, model: Model, in_place: Mapping[str, str]) -> CudaEngine:
-        with self.turn:
-            return CudaEngine(self, model, in_place)
+        def open_session(provider: Provider, sizes: Mapping[str, int]) -> Any:
+            return self._open(model, provider, sizes)[0]
 
-    def session(self, model: Model, provider: Provider, sizes: Mapping[str, int] | None = None) -> Any:
-        """Return a session of a graph, with `sizes` in the place of dimensions of these names."""
-        return self._open(model, provider, sizes or {})[0]
+        with self.turn:
+            return CudaEngine(self, model.graph, open_session, in_place, has_weights=bool(model.weights))
+
+    def best(self, logits: DeviceTensor) -> tuple[int, bool]:
+        """Return what `Backend.best` does; two numbers cross from the device."""
+        kind = logits.dtype.name, logits.shape[1]
+        if kind not in self._best:
+            graph = best_graph(*kind)
+
+            def open_session(provider: Provider, sizes: Mapping[str, int]) -> Any:
+                options, providers = session_options(self._ort), [provider]
+                return self._ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+
+            self._best[kind] = CudaEngine(self, BEST, open_session, {}, has_weights=True)
+        index, finite = self.numpy(self._best[kind]({"logits": logits})["best"])[0]
+        return int(index), bool(finite == 0)
 
     def run_options(self, number: int) -> Any:
         """Return the options of a call that is captured as the graph of this `number`, without a wait at its end."""
@@ -89,10 +114,18 @@ class CudaEngine:
     Source: ONNX Runtime's documentation of the CUDA provider, `enable_cuda_graph`.
     """
 
-    def __init__(self, backend: OrtCudaBackend, model: Model, in_place: Mapping[str, str]) -> None:
-        """Load the graph of `model`. `in_place` maps outputs to the inputs in whose memory they are written."""
-        self._backend, self._model, self._in_place = backend, model, in_place
-        self._has_weights, self._numbers = bool(model.weights), count(1)
+    def __init__(
+        self,
+        backend: OrtCudaBackend,
+        graph: str,
+        open_session: OpenSession,
+        in_place: Mapping[str, str],
+        *,
+        has_weights: bool,
+    ) -> None:
+        """Load the graph of this name. `in_place` maps outputs to the inputs in whose memory they are written."""
+        self._backend, self._graph, self._open_session, self._in_place = backend, graph, open_session, in_place
+        self._has_weights, self._numbers = has_weights, count(1)
         self._eager = backend.run_options(_NOT_CAPTURED)
         self._session = self._open()
         self._inputs = {value.name: value.shape for value in self._session.get_inputs()}
@@ -100,20 +133,20 @@ class CudaEngine:
         self._known: dict[Shapes, Shapes] = {}
 
     def _open(self) -> Any:
-        backend, model = self._backend, self._model
+        backend = self._backend
         if self._has_weights and backend.gpu.has_graphs:
             try:
-                return backend.session(model, backend.capturing)
+                return self._open_session(backend.capturing, {})
             except BackendError as error:
-                session = backend.session(model, backend.plain)
-                backend.captures.refuse(model.graph, str(error))
+                session = self._open_session(backend.plain, {})
+                backend.captures.refuse(self._graph, str(error))
                 return session
-        return backend.session(model, backend.plain)
+        return self._open_session(backend.plain, {})
 
     def __call__(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
         """Return all outputs by name, which may not be computed yet; raises `BackendError`."""
         shapes = tuple(inputs[name].shape for name in self._inputs)
-        captures, graph = self._backend.captures, self._model.graph
+        captures, graph = self._backend.captures, self._graph
         known = self._known.get(shapes)
         if known is None:
             results = self._run_unknown(inputs)
@@ -149,7 +182,7 @@ class CudaEngine:
         """Run a call, and capture it."""
         session, number = self._session, next(self._numbers)
         if not self._has_weights:
-            session = self._backend.session(self._model, self._backend.capturing, self._sizes(shapes))
+            session = self._open_session(self._backend.capturing, self._sizes(shapes))
         elif number > _MOST_NUMBERS:
             raise BackendError(f"{_MOST_NUMBERS} sets of shapes and addresses were captured, the most of a session.")
         binding, options = self._bound(session, inputs, results), self._backend.run_options(number)
@@ -205,7 +238,7 @@ class CudaEngine:
             session.run_with_iobinding(binding, options)
         except Exception as error:
             shapes = {name: list(value.shape) for name, value in inputs.items()}
-            raise failed(self._model.graph, shapes, error) from error
+            raise failed(self._graph, shapes, error) from error
 
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
