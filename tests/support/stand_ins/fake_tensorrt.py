@@ -297,7 +297,7 @@ def build_fake_engines(
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    types = {"float": "float32", "float16": "float16", "int64": "int64", "bool": "bool"}
+    types = {"float": "float32", "float16": "float16", "int32": "int32", "int64": "int64", "bool": "bool"}
     return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
 
 

@@ -44,7 +44,7 @@ class Captures:
         self._held: OrderedDict[Hashable, tuple[str, Capture, int]] = OrderedDict()
         self._bytes = 0
         self._captured, self._replayed, self._released = Counter[str](), Counter[str](), Counter[str]()
-        self._refused: dict[str, str] = {}
+        self._refused, self._without_kernels = dict[str, str](), dict[str, str]()
 
     def run(self, graph: str, key: Hashable, enqueue: Callable[[], None], capture: Callable[[], Capture]) -> None:
         """Run `enqueue`, a call of the engine named `graph`, or replay it.
@@ -70,6 +70,10 @@ class Captures:
         """Never capture the graph of this name, for this reason."""
         self._refused[graph] = reason
 
+    def note_missing(self, graph: str, reason: str) -> None:
+        """Report that the graph of this name runs without kernels of our own, for this reason."""
+        self._without_kernels[graph] = reason
+
     def report(self) -> dict[str, object]:
         """Return what is captured, for reports: bytes, their limit, counts by graph, and what cannot be captured."""
         names = sorted(self._captured)
@@ -79,6 +83,7 @@ class Captures:
             "most_bytes": self._most if self._device.has_graphs else 0,
             "graphs": {name: {what: counter[name] for what, counter in counts} for name in names},
             "not_captured": dict(sorted(self._refused.items())),
+            "without_kernels": dict(sorted(self._without_kernels.items())),
         }
 
     def _remember(self, key: Hashable) -> None:

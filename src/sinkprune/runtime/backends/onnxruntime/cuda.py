@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
+from importlib.metadata import entry_points
 from io import StringIO
 from itertools import count
 from threading import get_ident
@@ -30,6 +31,7 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     failed,
     import_onnxruntime,
     session_options,
+    words,
 )
 from sinkprune.runtime.backends.onnxruntime.small_graphs import best_graph
 from sinkprune.runtime.device.captures import Capture, Captures
@@ -44,6 +46,8 @@ _NOT_CAPTURED = -1
 """ONNX Runtime's number of a call that launches kernel by kernel."""
 _MOST_NUMBERS = 512
 """Graphs that one session captures in its life. The library may hold a released graph until the session ends."""
+KERNELS = "sinkprune.cuda_kernels"
+"""The entry points of engines with kernels. Each takes this backend and a `Model`, and returns an engine or None."""
 BEST = "best"
 """The name of the graph that finds the largest logit, in reports of captures."""
 OpenSession = Callable[[Provider, Mapping[str, int]], Any]
@@ -71,7 +75,17 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         self.capturing: Provider = (CUDA[0], {**self.plain[1], "enable_cuda_graph": "1"})
 
     def load(self, model: Model) -> Engine:
-        return self._load_engine(model, {})
+        return (None if model.weights else self._with_kernels(model)) or self._load_engine(model, {})
+
+    def _with_kernels(self, model: Model) -> Engine | None:
+        """Return an engine that runs kernels in the place of function bodies; None where there are none for it."""
+        try:
+            with self.turn:
+                engines = (entry.load()(self, model) for entry in entry_points(group=KERNELS))
+                return next((engine for engine in engines if engine is not None), None)
+        except BackendError as error:
+            self.captures.note_missing(model.graph, str(error))
+            return None
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         in_place = cache_names(model.spec) if form == "in-place" else {}
@@ -82,21 +96,29 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
             return self._open(model, provider, sizes)[0]
 
         with self.turn:
-            return CudaEngine(self, model.graph, open_session, in_place, has_weights=bool(model.weights))
+            return CudaEngine(self, model.graph, open_session, in_place, own_sessions=not model.weights)
 
     def best(self, logits: DeviceTensor) -> tuple[int, bool]:
         """Return what `Backend.best` does; two numbers cross from the device."""
         kind = logits.dtype.name, logits.shape[1]
         if kind not in self._best:
-            graph = best_graph(*kind)
-
-            def open_session(provider: Provider, sizes: Mapping[str, int]) -> Any:
-                options, providers = session_options(self._ort), [provider]
-                return self._ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
-
-            self._best[kind] = CudaEngine(self, BEST, open_session, {}, has_weights=True)
+            self._best[kind] = self.small_engine(BEST, best_graph(*kind), own_sessions=False)
         index, finite = self.numpy(self._best[kind]({"logits": logits})["best"])[0]
         return int(index), bool(finite == 0)
+
+    def small_engine(self, graph: str, onnx: bytes, *, own_sessions: bool) -> CudaEngine:
+        """Return the engine of an ONNX file without weights; raises `BackendError`."""
+
+        def open_session(provider: Provider, sizes: Mapping[str, int]) -> Any:
+            options = session_options(self._ort)
+            for name, size in sizes.items():
+                options.add_free_dimension_override_by_name(name, size)
+            try:
+                return self._ort.InferenceSession(onnx, options, providers=[provider], enable_fallback=0)
+            except Exception as error:
+                raise BackendError(f"'{graph}' does not load in onnxruntime: {words(error)}.") from error
+
+        return CudaEngine(self, graph, open_session, {}, own_sessions=own_sessions)
 
     def run_options(self, number: int) -> Any:
         """Return the options of a call that is captured as the graph of this `number`, without a wait at its end."""
@@ -121,20 +143,28 @@ class CudaEngine:
         open_session: OpenSession,
         in_place: Mapping[str, str],
         *,
-        has_weights: bool,
+        own_sessions: bool,
     ) -> None:
-        """Load the graph of this name. `in_place` maps outputs to the inputs in whose memory they are written."""
+        """Load the graph of this name. `in_place` maps outputs to the inputs in whose memory they are written.
+
+        With `own_sessions`, each capture has a session of its own.
+        """
         self._backend, self._graph, self._open_session, self._in_place = backend, graph, open_session, in_place
-        self._has_weights, self._numbers = has_weights, count(1)
+        self._own_sessions, self._numbers = own_sessions, count(1)
         self._eager = backend.run_options(_NOT_CAPTURED)
         self._session = self._open()
         self._inputs = {value.name: value.shape for value in self._session.get_inputs()}
         self._outputs = {value.name: np.dtype(DTYPES[value.type]) for value in self._session.get_outputs()}
         self._known: dict[Shapes, Shapes] = {}
 
+    @property
+    def given(self) -> list[tuple[str, str, list[int | str | None]]]:
+        """The outputs: name, type and shape, with a name or None for a size that varies."""
+        return [(value.name, DTYPES[value.type], value.shape) for value in self._session.get_outputs()]
+
     def _open(self) -> Any:
         backend = self._backend
-        if self._has_weights and backend.gpu.has_graphs:
+        if not self._own_sessions and backend.gpu.has_graphs:
             try:
                 return self._open_session(backend.capturing, {})
             except BackendError as error:
@@ -181,7 +211,7 @@ class CudaEngine:
     ) -> Capture:
         """Run a call, and capture it."""
         session, number = self._session, next(self._numbers)
-        if not self._has_weights:
+        if self._own_sessions:
             session = self._open_session(self._backend.capturing, self._sizes(shapes))
         elif number > _MOST_NUMBERS:
             raise BackendError(f"{_MOST_NUMBERS} sets of shapes and addresses were captured, the most of a session.")

@@ -14,6 +14,7 @@ from sinkprune.contract.errors import BackendError
 DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(int32)": "int32",
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
