@@ -46,8 +46,8 @@ def test_answers_are_those_of_the_function_bodies(
             assert_equal(ours, theirs, photo.rotate(turn), budget=budget)
         # Launched, then launched and recorded, then replayed.
         assert bool(calls.keys() & KERNELS) == (turn < 2)
-    assert rig.report["without_kernels"] == {}
-    captured = [name for name in rig.report["graphs"] if "sanitizer" in name]
+    assert rig.report.without_kernels == {}
+    captured = [name for name in rig.report.graphs if "sanitizer" in name]
     assert any(name.endswith("DiversitySelect_node_14") or "DiversitySelect" in name for name in captured)
     assert any(", part " in name for name in captured)
 
@@ -80,7 +80,7 @@ def test_counts_that_depend_on_the_picture_are_read_once_for_each_size(
         reads.append(calls["copy_out"])
         assert kept_sets(answer) == kept_sets(asked(theirs, picture, budget=budget)[0])
     assert reads[0] == reads[1] > reads[2] == reads[3] == reads[4]
-    assert rig.report["without_kernels"] == {}
+    assert rig.report.without_kernels == {}
 
 
 def test_the_cameras_of_a_policy_are_sanitised_by_kernels(
@@ -96,7 +96,7 @@ def test_the_cameras_of_a_policy_are_sanitised_by_kernels(
             for policy in (ours, theirs)
         )
         np.testing.assert_allclose(own.actions, other.actions, atol=1e-5)
-    assert rig.report["without_kernels"] == {}
+    assert rig.report.without_kernels == {}
 
 
 def test_without_kernels_for_a_gpu_the_function_bodies_run_and_the_report_says_why(
@@ -105,5 +105,5 @@ def test_without_kernels_for_a_gpu_the_function_bodies_run_and_the_report_says_w
     root = bundle("gqa-112", budgets=("retain-64",))
     rig = rig_of(root, "the kernel top_rho is shipped for sm_80, and this GPU is sm_61.")
     assert_equal(rig.pipeline(), Pipeline.load(root, threads=1), photo, budget="retain-64")
-    (reason,) = rig.report["without_kernels"].values()
+    (reason,) = rig.report.without_kernels.values()
     assert "this GPU is sm_61" in reason

@@ -42,8 +42,8 @@ def test_calls_are_captured_second_replayed_third_and_the_least_recently_used_go
     assert [call("c"), call("c"), call("a"), call("b")] == [[], CAPTURE, REPLAY, []]
     assert call.ran == list("ababbaccab")
     report = call.captures.report()
-    assert report["bytes"] == report["most_bytes"] == 2 * LEAST_BYTES
-    assert report["graphs"] == {"head": {"captured": 3, "replayed": 3, "released": 1}}
+    assert report.bytes == report.most_bytes == 2 * LEAST_BYTES
+    assert report.graphs == {"head": {"captured": 3, "replayed": 3, "released": 1}}
 
 
 def test_memory_stays_bounded_over_many_random_calls() -> None:
@@ -51,7 +51,7 @@ def test_memory_stays_bounded_over_many_random_calls() -> None:
     sizes = random.zipf(1.3, 10_000) % 500
     for size in sizes:
         call(str(size))
-        assert int(call.captures.report()["bytes"]) <= 5 * LEAST_BYTES  # type: ignore[call-overload]
+        assert call.captures.report().bytes <= 5 * LEAST_BYTES
     # Each call ran once, in order, whether it was run, captured or replayed.
     assert call.ran == [str(size) for size in sizes]
 
@@ -78,7 +78,7 @@ def test_a_capture_that_fails_is_ended_and_reported_and_the_graph_runs_as_it_is(
     for _ in range(3):
         captures.run("head", "key", fails, lambda: captured_on_stream(device, fails))
     assert not device.capturing
-    assert captures.report()["not_captured"] == {"head": "no such kernel"}
+    assert captures.report().not_captured == {"head": "no such kernel"}
     # The second time also before the capture.
     assert len(ran) == 4
 
@@ -96,4 +96,4 @@ def test_an_error_of_the_call_itself_is_raised() -> None:
 def test_without_graphs_calls_run_and_nothing_is_remembered() -> None:
     call = Calls(has_graphs=False)
     assert [call("a") for _ in range(3)] == [[], [], []]
-    assert call.captures.report()["most_bytes"] == 0
+    assert call.captures.report().most_bytes == 0

@@ -16,6 +16,7 @@ import onnxruntime
 
 from sinkprune import Pipeline, Policy
 from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.backends.onnxruntime.cuda import CUDA, OrtCudaBackend
 from support.stand_ins.fake_device import GARBAGE, FakeDevice
 from support.stand_ins.fake_tensorrt import array_at, dtype_of
@@ -182,7 +183,7 @@ class CudaRig:
         return Policy(self.bundle, self.backend)
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> CaptureReport:
         return self.backend.captures.report()
 
     @contextmanager

@@ -23,7 +23,11 @@ from sinkprune.runtime.device.captures import captured_on_stream
 _PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
 _MASK = "{}_as_int32"
 """The name of a mask as kernels take it."""
-_DTYPES = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64), "mask": np.dtype(np.int32)}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "int64": np.dtype(np.int64),
+    "mask": np.dtype(np.int32),
+}
 
 Values = dict[str, DeviceTensor]
 
@@ -138,9 +142,7 @@ class _SplitEngine:
         self._kernels, self._counts = cut.kernels, dict[tuple[str, str, Shapes], int]()
         self._parts: list[tuple[list[str], CudaEngine | None]] = []
         tokens = next(tensor.dtype for tensor in model.spec.inputs if tensor.name == "tokens")
-        types: dict[str, tuple[int, list[int | str]]] = {
-            tensor.name: (ELEMENT_TYPES[tensor.dtype], [*map(_size, tensor.shape)]) for tensor in model.spec.inputs
-        }
+        types = dict[str, tuple[int, list[int | str]]]()
         for value in parsed.graph.input:
             # The graph's own names of sizes: equal sizes have one.
             dims = value.type.tensor_type.shape.dim
@@ -162,8 +164,8 @@ class _SplitEngine:
                 continue
             data = _part_of(parsed, nodes, inputs, outputs, types, masks)
             engine = backend.small_engine(f"{model.graph}, part {number + 1}", data, own_sessions=True)
-            for name, kind, shape in engine.given:
-                types[name] = ELEMENT_TYPES[kind], [_named(name, axis, size) for axis, size in enumerate(shape)]
+            for name, dtype, found in engine.given:
+                types[name] = ELEMENT_TYPES[dtype], [_named(name, axis, size) for axis, size in enumerate(found)]
             self._parts.append(([_MASK.format(name) if name in masks else name for name in inputs], engine))
 
     def __call__(self, inputs: Mapping[str, DeviceTensor]) -> Values:
@@ -185,13 +187,13 @@ class _SplitEngine:
         }
         sizes = sizes_of(plugin.inputs, [given[tensor.name].shape for tensor in plugin.inputs])
         sizes |= kernel.attributes
-        for name, count in kernel.counts.items():
-            sizes[name] = count if isinstance(count, int) else self._count(kernel, count, values, shapes)
+        for name, value in kernel.counts.items():
+            sizes[name] = value if isinstance(value, int) else self._count(kernel, value, values, shapes)
         tokens = given[plugin.inputs[plugin.tokens].name].dtype
         results = {}
         for tensor in plugin.outputs:
             shape = tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
-            results[tensor.name] = backend.empty(shape, _DTYPES.get(tensor.type, tokens))
+            results[tensor.name] = backend.empty(shape, tokens if tensor.type == "tokens" else _DTYPES[tensor.type])
         workspace = backend.pool.allocate(plugin.workspace(sizes))
         addresses = {name: tensor.address for name, tensor in (given | results).items()}
         launches = plugin.launches(addresses | {"workspace": workspace.address}, sizes, tokens.name)
@@ -256,7 +258,3 @@ def _add_cast(graph: Any, source: str, target: str, to: str) -> None:
 
 def _named(name: str, axis: int, size: Any) -> int | str:
     return size if isinstance(size, int) else f"{name}_{axis}"
-
-
-def _size(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)

@@ -20,6 +20,7 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
+    from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 Tensor = Any
@@ -113,6 +114,10 @@ class Backend(Protocol):
         """What computes, in words for reports: the GPU, where the library names one, and the processor."""
         gpu = self.versions.get("gpu")
         return f"{gpu}, {processor_name()}" if gpu else processor_name()
+
+    def captured(self) -> CaptureReport | None:
+        """Return what is captured as CUDA graphs, for reports; None where no backend of the kind captures."""
+        return None
 
     def load(self, model: Model) -> Engine:
         """Load the engine of one graph, from the bundle's ONNX file or a built engine.

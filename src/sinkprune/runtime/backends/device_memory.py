@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.precision import Array
+from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.backends.kv_cache import CacheMemory, row_runs
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
@@ -49,6 +50,9 @@ class DeviceMemory(CacheMemory):
     def __init__(self, device: Device, captures: Captures) -> None:
         self.gpu, self.captures = device, captures
         self.pool = MemoryPool(device)
+
+    def captured(self) -> CaptureReport:
+        return self.captures.report()
 
     @property
     def fixes_room(self) -> bool:  # type: ignore[override]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.device.cuda import Device
 
 MOST_BYTES = 512 << 20
@@ -74,17 +75,18 @@ class Captures:
         """Report that the graph of this name runs without kernels of our own, for this reason."""
         self._without_kernels[graph] = reason
 
-    def report(self) -> dict[str, object]:
-        """Return what is captured, for reports: bytes, their limit, counts by graph, and what cannot be captured."""
-        names = sorted(self._captured)
-        counts = (("captured", self._captured), ("replayed", self._replayed), ("released", self._released))
-        return {
-            "bytes": self._bytes,
-            "most_bytes": self._most if self._device.has_graphs else 0,
-            "graphs": {name: {what: counter[name] for what, counter in counts} for name in names},
-            "not_captured": dict(sorted(self._refused.items())),
-            "without_kernels": dict(sorted(self._without_kernels.items())),
-        }
+    def report(self) -> CaptureReport:
+        """Return what is captured, for reports."""
+        counts = {"captured": self._captured, "replayed": self._replayed, "released": self._released}
+        return CaptureReport(
+            bytes=self._bytes,
+            most_bytes=self._most if self._device.has_graphs else 0,
+            graphs={
+                name: {what: counter[name] for what, counter in counts.items()} for name in sorted(self._captured)
+            },
+            not_captured=dict(sorted(self._refused.items())),
+            without_kernels=dict(sorted(self._without_kernels.items())),
+        )
 
     def _remember(self, key: Hashable) -> None:
         if self._device.has_graphs:

@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_cpu_run_captured_and_replayed(
         ask(ours, photo, "retain-64", 3)
     assert calls["replayed graph"] == 6 + 3 * (len(ours.chain.decoders) + 1)
     assert "captured graph" not in calls and "allocate" not in calls
-    assert rig.report["not_captured"] == {}
+    assert rig.report.not_captured == {}
 
 
 def test_every_graph_is_captured_at_its_second_use(rig: CudaRig, photo: Image.Image) -> None:
@@ -64,7 +64,7 @@ def test_every_graph_is_captured_at_its_second_use(rig: CudaRig, photo: Image.Im
         assert calls.keys() & {"captured graph", "replayed graph"} == set(named)
     plan = rig.bundle.manifest.plan("sinkpruner", "retain-64")
     decoders = {f"decoder_{segment}" for segment in range(len(ours.chain.decoders))}
-    assert plan and rig.report["graphs"].keys() == {"vision", "projector", "head", *plan.graphs, *decoders}
+    assert plan and rig.report.graphs.keys() == {"vision", "projector", "head", *plan.graphs, *decoders}
 
 
 def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Image.Image) -> None:
@@ -109,7 +109,7 @@ def test_greedy_answers_leave_their_logits_on_the_device(rig: CudaRig, photo: Im
         own, other = (pipe.generate(photo, "What?", max_new_tokens=6, **options) for pipe in (ours, theirs))
         assert own.token_ids == other.token_ids
         # Only the first answer is greedy and may have any token.
-        assert found.setdefault(BEST, rig.report["graphs"][BEST]) == rig.report["graphs"][BEST]
+        assert found.setdefault(BEST, rig.report.graphs[BEST]) == rig.report.graphs[BEST]
 
 
 def test_features_that_are_not_finite_are_refused_at_the_first_token(
@@ -136,7 +136,7 @@ def test_an_answer_keeps_its_shapes_however_long_it_is(rig: CudaRig, photo: Imag
     assert answer.token_ids == expected.token_ids
     np.testing.assert_allclose(logits, others, rtol=1e-3, atol=1e-3 * float(np.abs(others).max()))
     # The second token runs, the third is captured, all others are replayed.
-    assert rig.report["graphs"]["decoder_0"] == {"captured": 1, "replayed": 77, "released": 0}
+    assert rig.report.graphs["decoder_0"] == {"captured": 1, "replayed": 77, "released": 0}
 
 
 def test_a_capture_without_weights_has_a_session_with_constant_sizes(rig: CudaRig, photo: Image.Image) -> None:
@@ -161,8 +161,8 @@ def test_the_least_recently_used_graphs_go_first_and_memory_stays_bounded(
         budget, words = str(draw.choice(BUDGETS)), int(draw.integers(1, 6))
         answer = ours.generate(photo, "word " * words, budget=budget, max_new_tokens=2, min_new_tokens=2)
         assert expected.setdefault((budget, words), answer.token_ids) == answer.token_ids
-        assert rig.report["bytes"] <= 25 * LEAST_BYTES
-    released = sum(counts["released"] for counts in rig.report["graphs"].values())
+        assert rig.report.bytes <= 25 * LEAST_BYTES
+    released = sum(counts["released"] for counts in rig.report.graphs.values())
     assert released > 0
     # Of graphs with weights, the library is told.
     assert any(session.released for session in rig.library.sessions)
@@ -179,8 +179,8 @@ def test_a_session_captures_so_many_graphs_at_most(
     for _ in range(3):
         ask(ours, photo, "retain-64", 2)
     # The prefill of each decoder is captured and replayed. Its tokens run as they are.
-    assert rig.report["graphs"]["decoder_0"] == {"captured": 1, "replayed": 1, "released": 0}
-    assert rig.report["not_captured"]["decoder_0"].startswith("1 sets of shapes")
+    assert rig.report.graphs["decoder_0"] == {"captured": 1, "replayed": 1, "released": 0}
+    assert rig.report.not_captured["decoder_0"].startswith("1 sets of shapes")
     theirs = Pipeline.load(rig.bundle, threads=1)
     assert_equal(ours, theirs, photo, budget="retain-64")
 
@@ -194,9 +194,9 @@ def test_a_graph_that_the_library_refuses_to_capture_runs_and_is_reported(
     ours = rig.pipeline()
     for _ in range(3):
         assert_equal(ours, theirs, photo, budget="retain-64")
-    refused = rig.report["not_captured"]
+    refused = rig.report.not_captured
     assert refused and all("cannot use the graph capture feature" in reason for reason in refused.values())
-    assert not refused.keys() & rig.report["graphs"].keys()
+    assert not refused.keys() & rig.report.graphs.keys()
 
 
 def test_a_call_that_fails_while_it_is_captured_runs_as_it_is(
@@ -208,7 +208,7 @@ def test_a_call_that_fails_while_it_is_captured_runs_as_it_is(
     monkeypatch.setattr(rig.backend, "run_options", lambda number: own(number) if number < 0 else None)
     for _ in range(2):
         assert ask(ours, photo, "retain-64", 2)[0].token_ids == expected
-    assert "head" in rig.report["not_captured"] and not rig.device.capturing
+    assert "head" in rig.report.not_captured and not rig.device.capturing
 
 
 def test_an_error_of_the_library_names_graph_and_shapes(rig: CudaRig) -> None:
@@ -242,7 +242,7 @@ def test_sessions_and_streams_that_are_cancelled_change_no_answer(rig: CudaRig, 
             stream.cancel()
             streams.append(answer.token_ids)
         assert streams[0] == streams[1]
-    assert any(counts["replayed"] for counts in rig.report["graphs"].values())
+    assert any(counts["replayed"] for counts in rig.report.graphs.values())
 
 
 @pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])
@@ -258,7 +258,7 @@ def test_chunks_of_actions_are_those_of_the_cpu(name: str, bundle: Callable[...,
     for seed in range(5):
         for budget in ("none", "prune-77.8"):
             np.testing.assert_allclose(act(ours, seed, budget), act(theirs, seed, budget), atol=1e-5)
-    expert = rig.report["graphs"]["expert"]
+    expert = rig.report.graphs["expert"]
     # The steps of a chunk lie at other addresses, those of the next chunk do not.
     assert expert == {"captured": 6, "replayed": 18, "released": 0}
 
