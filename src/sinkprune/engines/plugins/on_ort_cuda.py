@@ -17,7 +17,7 @@ from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.device_memory import DeviceTensor, Shapes
 from sinkprune.runtime.backends.models import Model, message_class
 from sinkprune.runtime.backends.onnxruntime.cuda import CudaEngine, OrtCudaBackend
-from sinkprune.runtime.backends.onnxruntime.small_graphs import ELEMENT_TYPES, add_value
+from sinkprune.runtime.backends.onnxruntime.small_graphs import ELEMENT_TYPES, add_value, sizes_of_graph
 from sinkprune.runtime.device.captures import captured_on_stream
 
 _PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
@@ -73,7 +73,7 @@ class _Cut:
         self._makers = {output: node for node in model.graph.node for output in node.output}
         self._level: dict[str, int] = {}
         # Sizes and constants are computed where they are used: no size crosses to another part.
-        self._sizes = set(self._constants)
+        self._sizes = sizes_of_graph(model.graph)
         self.kernels: dict[int, list[_Kernel]] = {}
         for node in model.graph.node:
             given = [name for name in node.input if name]
@@ -81,8 +81,6 @@ class _Cut:
             if node.domain == DOMAIN:
                 self.kernels.setdefault(level, []).append(self._kernel(node))
                 level += 1
-            elif node.op_type in ("Shape", "Size") or self._sizes.issuperset(given):
-                self._sizes.update(node.output)
             self._level.update(dict.fromkeys(node.output, level))
 
     def _kernel(self, node: Any) -> _Kernel:

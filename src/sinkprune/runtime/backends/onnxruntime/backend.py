@@ -44,6 +44,8 @@ _TOO_NEW = (
 )
 """Errors of onnxruntime for a file, an opset and an operator of a later ONNX."""
 
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The folder of the weights of an ONNX file that is loaded from memory."""
 # The size of a cache line and of the widest vector: unaligned reads take two accesses.
 _ALIGNMENT = 64
 
@@ -169,8 +171,11 @@ class OrtBackend(Backend):
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)
         if model.weights:
+            fitted = self._fitted(model)
             with model.by_path() as path:
-                session = self._session(model, session_path(path), options, provider)
+                if fitted is not None:
+                    options.add_session_config_entry(_FOLDER, session_path(path.parent))
+                session = self._session(model, fitted or session_path(path), options, provider)
         else:
             # From memory: it may be loaded late, when its file's name may lead to another file.
             session = self._session(model, model.onnx, options, provider)
@@ -186,6 +191,10 @@ class OrtBackend(Backend):
             trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return session, held
+
+    def _fitted(self, model: Model) -> bytes | None:
+        """Return the ONNX file to load in the place of the graph's own; None for its own."""
+        return None
 
     def _reads_files(self, model: Model) -> bool:
         """Return whether the session that was just made reads the graph's files at each call.

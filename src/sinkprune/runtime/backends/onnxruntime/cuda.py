@@ -33,7 +33,7 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     session_options,
     words,
 )
-from sinkprune.runtime.backends.onnxruntime.small_graphs import best_graph
+from sinkprune.runtime.backends.onnxruntime.small_graphs import best_graph, with_sizes_on_device
 from sinkprune.runtime.device.captures import Capture, Captures
 from sinkprune.runtime.device.cuda import Device, open_device
 from sinkprune.runtime.system import Turns
@@ -105,6 +105,9 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
             self._best[kind] = self.small_engine(BEST, best_graph(*kind), own_sessions=False)
         index, finite = self.numpy(self._best[kind]({"logits": logits})["best"])[0]
         return int(index), bool(finite == 0)
+
+    def _fitted(self, model: Model) -> bytes | None:
+        return with_sizes_on_device(model.onnx)
 
     def small_engine(self, graph: str, onnx: bytes, *, own_sessions: bool) -> CudaEngine:
         """Return the engine of an ONNX file without weights; raises `BackendError`."""

@@ -1,4 +1,4 @@
-"""ONNX files of a few nodes, for work between a model's graphs.
+"""ONNX files of a few nodes, for work between a model's graphs, and what graphs need to be captured.
 
 Made with protobuf alone: the package onnx is too large for a robot.
 """
@@ -49,6 +49,72 @@ def best_graph(dtype: str, vocabulary: int) -> bytes:
             else:
                 node.attribute.add(name=name, type=_INT, i=value)
     return bytes(model.SerializeToString())
+
+
+_GIVE_TENSORS = {"Range", "ConstantOfShape", "Expand"}
+"""Operators that take sizes on the processor, and give a tensor on the GPU."""
+_ELEMENTWISE = {"Add", "And", "Div", "Equal", "Greater", "Less", "LessOrEqual", "Max", "Min", "Mul", "Sub", "Where"}
+
+
+def sizes_of_graph(graph: Any) -> set[str]:
+    """Return the values that follow from constants and shapes alone: ONNX Runtime computes them on the processor."""
+    found = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type in ("Shape", "Size") or found.issuperset(name for name in node.input if name):
+            found.update(node.output)
+    return found
+
+
+def with_sizes_on_device(onnx: bytes) -> bytes | None:
+    """Return an ONNX file in which no size is copied to the GPU, which a capture forbids; None if it is so already.
+
+    `Range` takes a size on the processor and gives numbers on the GPU. The last of its numbers up to a size is that
+    size.
+    """
+    model = message_class("Model").FromString(onnx)
+    graph = model.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    sizes, nodes, moved = set[str](), list[Any](), set[str]()
+    for node in graph.node:
+        given = [name for name in node.input if name in sizes]
+        if node.op_type == "Constant":
+            constants.update(node.output)
+        elif node.op_type in ("Shape", "Size") or (
+            given and node.op_type not in _GIVE_TENSORS and sizes.union(constants).issuperset(node.input)
+        ):
+            sizes.update(node.output)
+        elif given and node.op_type in _ELEMENTWISE:
+            for name in given:
+                if name not in moved:
+                    nodes += _moved(name)
+                    moved.add(name)
+            # All names at once: protobuf replaces no part of a repeated field.
+            node.input[:] = [_ON_DEVICE.format(name, 0) if name in given else name for name in node.input]
+        nodes.append(node)
+    if not moved:
+        return None
+    for name, value in (("sinkprune_0", 0), ("sinkprune_1", 1)):
+        _add_constant(graph, name, np.array(value, np.int64))
+    _add_constant(graph, "sinkprune_last", np.array([-1], np.int64))
+    copied = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copied)
+    return bytes(model.SerializeToString())
+
+
+_ON_DEVICE = "{}_on_device_{}"
+
+
+def _moved(name: str) -> list[Any]:
+    """Return the nodes that give a size [1] on the GPU."""
+    after, end, every, size = (_ON_DEVICE.format(name, number) for number in (3, 2, 1, 0))
+    node = message_class("Node")
+    return [
+        node(op_type="Add", input=[name, "sinkprune_1"], output=[after], name=after),
+        node(op_type="Squeeze", input=[after], output=[end], name=end),
+        node(op_type="Range", input=["sinkprune_0", end, "sinkprune_1"], output=[every], name=every),
+        node(op_type="Gather", input=[every, "sinkprune_last"], output=[size], name=size),
+    ]
 
 
 def add_value(values: Any, name: str, element_type: int, shape: tuple[int | str, ...]) -> None:
