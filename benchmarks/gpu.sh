@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # Runs all parts of this project that need an NVIDIA GPU, and writes the results as one JSON and one table.
 #
-#     benchmarks/gpu.sh OUTPUT [PYTHON]
+#     benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS]]
 #
 # OUTPUT is a folder for results.json, results.md and a log of each part; PYTHON the interpreter of an environment with
-# the packages (default: python3). Parts: the gpu tests, the kernels, the chain on ort-cuda at llava-1.1b and, with 20 GB
-# of GPU memory, llava-1.5-7b, which with 40 GB runs next to PyTorch too, and at llava-1.1b the TensorRT build, gate and
-# profile. The report lists each as run,
-# failed or not there, and none stops the others. Weights are random: times are true, answers are noise.
+# the packages (default: python3). Parts: the chain on ort-cuda at llava-1.1b and, with 20 GB of GPU memory, llava-1.5-7b,
+# which with 40 GB runs next to PyTorch too, pi0 next to PyTorch, the kernels, the gpu tests, and at llava-1.1b the
+# TensorRT build, gate and profile. The report lists each as run, failed or not there, and none stops the others. It
+# compares the targets of captured graphs. Weights are random: times are true, answers are noise.
+#
+# After SECONDS (480 for a lent machine) the running part is stopped, and no other begins. Parts with a target come first.
 #
 # Exit codes: 0 all parts that could run did; 1 a part failed; 2 wrong arguments; 3 no part could run.
 set -u
 
-if [ $# -lt 1 ] || [ $# -gt 2 ]; then
-    echo "usage: benchmarks/gpu.sh OUTPUT [PYTHON]" >&2
+if [ $# -lt 1 ] || [ $# -gt 3 ] || ! [[ ${3:-1} =~ ^[0-9]+$ ]]; then
+    echo "usage: benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS]]" >&2
     exit 2
 fi
+limit=${3:-}
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 python=$(command -v "${2:-python3}") || {
@@ -30,14 +33,14 @@ work=$out/bundles
 mkdir -p "$work" || exit 2
 trap 'rm -rf "$work"' EXIT
 # Remove the outputs of an earlier run.
-for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b pytorch-llava-1.5-7b tensorrt-build tensorrt-gate \
-    tensorrt-profile; do
+for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b pytorch-llava-1.5-7b pytorch-pi0 tensorrt-build \
+    tensorrt-gate tensorrt-profile; do
     rm -f "$out/$name".{state,log,json,xml}
 done
 
 # part NAME COMMAND...: run the command if gpu_parts.py gives no reason against it, and write its state.
 part() {
-    local name=$1 why code
+    local name=$1 why code job alarm
     shift
     if ! why=$("$python" "$here/gpu/gpu_parts.py" "$name" --folder "$work" 2>&1); then
         why="gpu_parts.py fails with '$python': ${why##*$'\n'}"
@@ -47,9 +50,24 @@ part() {
         echo "$name: not there: $why"
         return
     fi
+    if [ -n "$limit" ] && [ "$SECONDS" -ge "$limit" ]; then
+        printf 'not there\nno time was left of %s seconds\n' "$limit" >"$out/$name.state"
+        echo "$name: not there: no time was left of $limit seconds"
+        return
+    fi
     echo "$name: running, log in $out/$name.log"
-    "$@" >"$out/$name.log" 2>&1
+    # A job of its own group, so that all of it can be stopped.
+    set -m
+    "$@" >"$out/$name.log" 2>&1 &
+    set +m
+    job=$!
+    if [ -n "$limit" ]; then
+        (sleep $((limit - SECONDS)) && kill -TERM -- "-$job") 2>/dev/null &
+        alarm=$!
+    fi
+    wait "$job" 2>/dev/null
     code=$?
+    [ -z "$limit" ] || kill "$alarm" 2>/dev/null
     if [ $code -eq 0 ]; then
         printf 'run\n' >"$out/$name.state"
     else
@@ -82,8 +100,15 @@ ort_cuda() {
         profile "$out/ort-cuda-$1.json" "$work/$1" --backend ort-cuda
 }
 
+# A frame of a camera, as the targets name it.
 pytorch() {
-    "$python" "$here/gpu/next_to_pytorch.py" "$1" "$work/$1" --json "$out/pytorch-$1.json"
+    "$python" "$here/gpu/next_to_pytorch.py" "$1" "$work/$1" --json "$out/pytorch-$1.json" --rounds 9 --frame 1920x1080
+}
+
+pytorch_pi0() {
+    sinkprune-export pi0 --random-weights --precision fp16 --max-images 3 --force -o "$work/pi0" &&
+        "$python" "$here/gpu/next_to_pytorch.py" pi0 "$work/pi0" --json "$out/pytorch-pi0.json" --rounds 9 \
+            --new-tokens 10 --dtype bfloat16
 }
 
 tensorrt_build() {
@@ -102,13 +127,15 @@ tensorrt_profile() {
     profile "$out/tensorrt-profile.json" "$work/engines"
 }
 
-part gpu-tests gpu_tests
-part kernels kernels
 part ort-cuda-llava-1.1b ort_cuda llava-1.1b
 part ort-cuda-llava-1.5-7b ort_cuda llava-1.5-7b
 part pytorch-llava-1.5-7b pytorch llava-1.5-7b
 # 14 GB that nothing below needs.
 rm -rf "$work/llava-1.5-7b"
+part pytorch-pi0 pytorch_pi0
+rm -rf "$work/pi0"
+part kernels kernels
+part gpu-tests gpu_tests
 part tensorrt-build tensorrt_build
 part tensorrt-gate tensorrt_gate
 part tensorrt-profile tensorrt_profile

@@ -36,6 +36,7 @@ OBJECTS = (
     "Share",
     "RunFigures",
     "ClockFrequency",
+    "CaptureReport",
 )
 """The objects that several keys hold. A table names them, and json.md has their keys."""
 RECURRING = {

@@ -91,6 +91,11 @@ def next_to_pytorch(folder: Path) -> Reason:
     return reason or _little_memory(TWO_LARGE_MODELS_GPU_BYTES)
 
 
+def pi0(folder: Path) -> Reason:
+    """Check for PyTorch on the GPU, and for the memory of two policies of three billion weights."""
+    return large_model(folder) or _missing("torch") or _torch_without_gpu()
+
+
 def gpu_memory() -> float | None:
     """Return the bytes of the GPU's memory, on a board those shared with the CPU; None if unknown."""
     total = (nvidia_smi("memory.total") or "").strip()
@@ -177,11 +182,12 @@ def _little_disk(folder: Path, needed: float) -> Reason:
 
 
 PARTS: dict[str, Callable[[Path], Reason]] = {
-    "gpu-tests": gpu_tests,
-    "kernels": kernels,
     "ort-cuda-llava-1.1b": ort_cuda,
     "ort-cuda-llava-1.5-7b": large_model,
     "pytorch-llava-1.5-7b": next_to_pytorch,
+    "pytorch-pi0": pi0,
+    "kernels": kernels,
+    "gpu-tests": gpu_tests,
     "tensorrt-build": tensorrt,
     "tensorrt-gate": tensorrt_gate,
     "tensorrt-profile": tensorrt_profile,

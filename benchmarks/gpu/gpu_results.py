@@ -18,7 +18,7 @@ from typing import Any
 from gpu_parts import PARTS, nvidia_smi
 from rows_table import rows_table
 
-NEXT_TO_PYTORCH = "pytorch-llava-1.5-7b"
+NEXT_TO_PYTORCH, PI0 = "pytorch-llava-1.5-7b", "pytorch-pi0"
 PROFILES = ("ort-cuda-llava-1.1b", "ort-cuda-llava-1.5-7b", "tensorrt-profile")
 RUN, FAILED, NOT_THERE = "run", "failed", "not there"
 NOTHING_THERE = 3
@@ -74,10 +74,53 @@ def table(results: Mapping[str, Any]) -> str:
     for name in PROFILES:
         if parts[name]["found"]:
             lines += ["", *_profile_table(name, parts[name]["found"])]
-    rows = parts[NEXT_TO_PYTORCH]["found"]
-    if rows:
-        lines += ["", f"`{NEXT_TO_PYTORCH}`:", "", rows_table(rows).rstrip()]
+    for name in (NEXT_TO_PYTORCH, PI0):
+        if parts[name]["found"]:
+            lines += ["", f"`{name}`:", "", rows_table(parts[name]["found"]).rstrip()]
+    lines += ["", "| target of captured graphs | wanted | found |", "|---|---|---|"]
+    lines += [f"| {what} | {wanted} | {found} |" for what, wanted, found in targets(parts)]
     return "\n".join(lines) + "\n"
+
+
+def targets(parts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what captured graphs are for: the target, the limit, and what was found."""
+    rows, chunks = (parts[name]["found"] or {} for name in (NEXT_TO_PYTORCH, PI0))
+    small = (parts["ort-cuda-llava-1.1b"]["found"] or {"budgets": {}})["budgets"]
+
+    def ms(found: Mapping[str, Any], budget: str, part: str) -> float | None:
+        times = found.get(f"ort-cuda {budget}", {}).get(part)
+        return statistics.median(times) if times else None
+
+    least, pruned = ms(rows, "none", "prefill"), ms(rows, "retain-64", "prefill")
+    times = {name: one["ms"]["ttft"]["median"] for name, one in small.items()}
+    latest = max(times, key=times.__getitem__) if times else "none"
+    chunk = [time for name in chunks if (time := ms(chunks, name.removeprefix("ort-cuda "), "ttft")) is not None]
+    found = [
+        ("llava-1.5-7b, `retain-64`, a token", "at most 5.0 ms", ms(rows, "retain-64", "per_token"), 5.0),
+        (
+            "llava-1.5-7b, `retain-64`, TTFT of a frame of 1920x1080",
+            "at most 14 ms",
+            ms(rows, "retain-64", "ttft"),
+            14.0,
+        ),
+        (
+            "llava-1.5-7b, prefill of `retain-64` over that of `none`",
+            "at most 0.286 (3.5 times as fast)",
+            pruned / least if least and pruned else None,
+            1 / 3.5,
+        ),
+        ("pi0, three cameras, the quickest budget's chunk", "at most 32 ms", min(chunk, default=None), 32.0),
+        (
+            f"llava-1.1b, TTFT of the latest budget (`{latest}`) over that of `none`",
+            "at most 1",
+            times[latest] / times["none"] if "none" in times else None,
+            1.0,
+        ),
+    ]
+    return [
+        (what, wanted, "not measured" if value is None else f"{value:.3g}, {'met' if value <= most else 'missed'}")
+        for what, wanted, value, most in found
+    ]
 
 
 def _state(folder: Path, name: str) -> tuple[str, str | None]:
@@ -101,7 +144,7 @@ def _written(folder: Path, name: str) -> Any:
     if name == "kernels":
         ways: dict[str, list[float]] = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["us"]
         return {way: [statistics.median(times), _p95(times)] for way, times in ways.items()}
-    if name == NEXT_TO_PYTORCH:
+    if name in (NEXT_TO_PYTORCH, PI0):
         return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["ms"]
     if name in PROFILES:
         report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

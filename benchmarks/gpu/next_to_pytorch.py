@@ -34,6 +34,7 @@ from PIL import Image
 
 from rows_table import PARTS, rows_table
 from sinkprune import Pipeline, Policy
+from sinkprune.contract.checks import to_json
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.export.checkpoint.presets import PRESETS
@@ -54,12 +55,17 @@ def picture(seed: int, side: int = 336) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def our_answers(pipeline: Pipeline, budget: str, new_tokens: int) -> Row:
+def frame(seed: int, size: tuple[int, int]) -> Image.Image:
+    """Return a random picture of this width and height."""
+    return picture(seed, max(size)).crop((0, 0, *size))
+
+
+def our_answers(pipeline: Pipeline, budget: str, new_tokens: int, size: tuple[int, int]) -> Row:
     """Return a row of our chain at `budget`."""
 
     def answer(seed: int) -> Times:
-        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-        ms = pipeline.generate(picture(seed), QUESTION, budget=budget, **lengths).ms
+        # Greedy, without rules for tokens: logits stay on the device.
+        ms = pipeline.generate(frame(seed, size), QUESTION, budget=budget, max_new_tokens=new_tokens).ms
         return {part: ms[part] for part in PARTS}
 
     return answer
@@ -79,7 +85,7 @@ def our_chunks(policy: Policy, budget: str, steps: int) -> Row:
 
 
 def pytorch_answers(
-    config: Mapping[str, Any], dtype: Any, device: str, prompt: int, new_tokens: int
+    config: Mapping[str, Any], dtype: Any, device: str, prompt: int, new_tokens: int, size: tuple[int, int]
 ) -> dict[str, Row]:
     """Return the rows of transformers' LLaVA. `prompt` is the number of text tokens."""
     known = transformers.AutoConfig.for_model(**config)
@@ -103,7 +109,7 @@ def pytorch_answers(
     )
 
     def answer(cache: str, seed: int) -> Times:
-        seen, streamer = picture(seed), _Tokens()
+        seen, streamer = frame(seed, size), _Tokens()
         clock.begin()
         decoder.started = None
         pixels = processor(images=seen, return_tensors="pt")["pixel_values"].to(device, dtype)
@@ -129,7 +135,9 @@ def pytorch_answers(
     return {"eager": partial(answer, "dynamic"), "compiled": partial(answer, "static")}
 
 
-def pytorch_chunks(config: Mapping[str, Any], dtype: Any, device: str, prompt: int, steps: int) -> dict[str, Row]:
+def pytorch_chunks(
+    config: Mapping[str, Any], dtype: Any, device: str, prompt: int, steps: int, size: tuple[int, int]
+) -> dict[str, Row]:
     """Return the rows of transformers' pi0. `prompt` is the number of text tokens."""
     known = transformers.AutoConfig.for_model(**config)
     with torch.device(device):
@@ -245,6 +253,11 @@ def device_work(rows: Mapping[str, Row], seed: int) -> dict[str, dict[str, float
     return work
 
 
+def _size(text: str) -> tuple[int, int]:
+    width, height = text.split("x")
+    return int(width), int(height)
+
+
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -257,6 +270,7 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=17, help="of a policy: denoising steps")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--frame", type=_size, default=(336, 336), metavar="WIDTHxHEIGHT", help="of LLaVA's pictures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
     options = parser.parse_args(arguments)
     if options.json:
@@ -264,15 +278,15 @@ def main(arguments: Sequence[str] | None) -> None:
     torch.set_grad_enabled(False)
     config = PRESETS[options.model]
     if config["model_type"] == "llava":
-        pipeline = Pipeline.load(options.bundle, backend=options.backend)
+        loaded = pipeline = Pipeline.load(options.bundle, backend=options.backend)
         prompt = pipeline.generate(picture(0), QUESTION, max_new_tokens=1).prompt_tokens
         pytorch_rows = pytorch_answers
         ours = {
-            budget: our_answers(pipeline, budget, options.new_tokens)
+            budget: our_answers(pipeline, budget, options.new_tokens, options.frame)
             for budget in ("none", *pipeline.bundle.manifest.budgets)
         }
     else:
-        policy = Policy.load(options.bundle, backend=options.backend)
+        loaded = policy = Policy.load(options.bundle, backend=options.backend)
         prompt = policy.act(
             [picture(0, 224)] * CAMERAS, QUESTION, [0.0] * len(policy.facts.usual_state)
         ).prompt_tokens
@@ -285,7 +299,7 @@ def main(arguments: Sequence[str] | None) -> None:
         f"PyTorch {dtype}, {name}": row
         for dtype in options.dtype
         for name, row in pytorch_rows(
-            config, getattr(torch, dtype), options.device, prompt, options.new_tokens
+            config, getattr(torch, dtype), options.device, prompt, options.new_tokens, options.frame
         ).items()
     }
     rows |= {f"{options.backend} {budget}": row for budget, row in ours.items()}
@@ -297,7 +311,9 @@ def main(arguments: Sequence[str] | None) -> None:
     for name, each in work.items():
         sys.stdout.write(f"{name}: {each['launched']} kernels and copies, {each['device_ms']:.2f} ms of the device\n")
     if options.json:
-        write_whole(options.json, json.dumps({"device": device, "ms": found, "device_work": work}).encode())
+        captured = to_json(loaded.backend.captured())
+        report = {"device": device, "ms": found, "device_work": work, "captured": captured}
+        write_whole(options.json, json.dumps(report).encode())
 
 
 if __name__ == "__main__":

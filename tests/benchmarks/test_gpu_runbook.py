@@ -88,10 +88,10 @@ class Rig:
     def missing(self, part: str, reason: str) -> None:
         (self.folder / "why" / part).write_text(f"{reason}\n")
 
-    def run(self) -> tuple[int, str, dict[str, Any]]:
+    def run(self, *limit: str) -> tuple[int, str, dict[str, Any]]:
         """The exit code, what was printed and results.json."""
         environment = {**os.environ, "PATH": f"{self.folder}:/usr/bin:/bin"}
-        words = ["bash", str(SCRIPT), str(self.out), str(self.folder / "python")]
+        words = ["bash", str(SCRIPT), str(self.out), str(self.folder / "python"), *limit]
         done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
         assert done.stderr == ""
         return done.returncode, done.stdout, json.loads((self.out / "results.json").read_text())
@@ -132,6 +132,30 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
         "export llava-1.1b --random-weights --precision fp16 --dialect opset20" in log and "--target tensorrt" in log
     )
     assert not (rig.out / "bundles").exists()
+
+
+def test_targets_are_compared_with_what_was_found(rig: Rig) -> None:
+    rows = {
+        f"ort-cuda {name}": {part: [ms] * 3 for part in PARTS} for name, ms in (("none", 24.0), ("retain-64", 6.0))
+    }
+    (rig.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": rows}))
+    rig.run()
+    table = (rig.out / "results.md").read_text()
+    assert "| llava-1.5-7b, `retain-64`, a token | at most 5.0 ms | 6, missed |" in table
+    assert "over that of `none` | at most 0.286 (3.5 times as fast) | 0.25, met |" in table
+    assert "| pi0, three cameras, the quickest budget's chunk | at most 32 ms | 6, met |" in table
+    rig.missing("pytorch-pi0", "the GPU's memory has 8 GB, 20 GB are needed")
+    rig.run()
+    assert "chunk | at most 32 ms | not measured |" in (rig.out / "results.md").read_text()
+
+
+def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Rig) -> None:
+    rig.command("sinkprune-profile", "#!/bin/bash\nsleep 60 & wait\n")
+    code, told, results = rig.run("2")
+    assert code == 1
+    found = states(results)
+    assert found.pop("ort-cuda-llava-1.1b") == "failed" and set(found.values()) == {"not there"}
+    assert "pytorch-pi0: not there: no time was left of 2 seconds" in told
 
 
 def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:

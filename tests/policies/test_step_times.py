@@ -34,7 +34,7 @@ def test_scales_shifts_and_gates_equal_the_reference(path: Path, checkpoint: Cal
     layers = [f"layers.{layer}." for layer in range(facts.expert.num_layers)]
     names = [f"{layer}{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
     for steps in (1, 3, 10):
-        found = policy._times.inputs(steps)
+        found = list(policy._times.inputs(steps))
         assert len(found) == steps
         for number, each in enumerate(found):
             condition = time_embedding(1 - number / steps, facts.expert.hidden_size, 4e-3, 4.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -176,6 +176,22 @@ class BudgetReport:
 
 
 @dataclass(frozen=True)
+class CaptureReport:
+    """What is captured as CUDA graphs, and replayed with one launch."""
+
+    bytes: int
+    """Device memory that captured graphs take, at least 1 MiB each."""
+    most_bytes: int
+    """The limit of `bytes`, from which the least recently used graphs go; 0 where nothing can be captured."""
+    graphs: dict[str, dict[str, int]]
+    """By graph, how often it was `captured`, `replayed` and `released`."""
+    not_captured: dict[str, str]
+    """By graph, why it runs kernel by kernel."""
+    without_kernels: dict[str, str]
+    """By sanitizer, why it runs function bodies in the place of kernels."""
+
+
+@dataclass(frozen=True)
 class EngineHeader:
     """The head of every report: model, backend and machine."""
 
@@ -196,6 +212,8 @@ class EngineHeader:
     load_ms: float | None
     """Milliseconds of opening and loading the engines, with comparing sums."""
     versions: dict[str, str]
+    captured: CaptureReport | None = field(default=None, kw_only=True)
+    """What backends on CUDA captured; None for others."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class DeadlinePolicy(Budgets):
     another token.
     """
 
+    timed = True
     _chosen: _Option
     _report: partial[DeadlineReport]
     """Lacks the measured times."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import counted
+from sinkprune.contract.checks import counted, to_json
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import RunningOutput, json_outputs, write_each, write_json, write_output
 from sinkprune.contract.command_line.progress import status
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None))
     summary = {
         **facts,
+        "captured": to_json(policy.backend.captured()),
         "interrupted": interrupted or None,
         "chunks": [
             {"cameras": [None if path is None else str(path) for path in moment.cameras], **chunk.as_json()}
@@ -156,7 +157,8 @@ def _rehearse(policy: Policy, moments: Sequence[Moment], options: Options, facts
     with explain_interrupt("the loop did not come to its end, so nothing was kept."), output.until_written("acting"):
         report, actions = rehearse(policy, moments, options)
     output.write(loop_lines(report))
-    write_json(options.json, {**facts, "loop": report.as_json(), "actions": actions})
+    captured = to_json(policy.backend.captured())
+    write_json(options.json, {**facts, "captured": captured, "loop": report.as_json(), "actions": actions})
     raise_fault(report)
     output.end()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.recipe import look, run_prompt
 from sinkprune.runtime.steps.chain import Chain, TowerOutput, of_each_group, run_tower
 from sinkprune.runtime.steps.context_length import check_prompt_length
-from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.decoding import PromptRun
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
 from sinkprune.runtime.text.prompt import Prompt
@@ -42,11 +43,14 @@ class StepTimes:
         self._chain, self._policy = chain, policy
         self._known: dict[float, Tensor] = {}
 
-    def inputs(self, steps: int) -> list[dict[str, Tensor]]:
-        """Return the inputs of each of `steps` equal steps, from time 1 (noise) to 0; called in a `turn`."""
+    def inputs(self, steps: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the inputs of each of `steps` equal steps, from time 1 (noise) to 0; called in a `turn`.
+
+        One by one, so that the steps have the same addresses on a device.
+        """
         times = 1.0 - np.arange(steps) / steps
-        embedded = time_embeddings(self._policy, times)
-        return [self._of(float(time), row[None, None]) for time, row in zip(times, embedded, strict=True)]
+        for time, row in zip(times, time_embeddings(self._policy, times), strict=True):
+            yield self._of(float(time), row[None, None])
 
     def inputs_of_held(self, held: int) -> dict[str, Tensor]:
         """Return what a policy that was trained with held actions takes: `held` have time 0. Called in a `turn`."""
@@ -59,7 +63,7 @@ class StepTimes:
         """Compute the inputs of any number of steps up to `most`, as far as they are remembered; in a `turn`."""
         for steps in range(most, 0, -1):
             if len(self._known) + steps <= _MOST:
-                self.inputs(steps)
+                deque(self.inputs(steps), 0)
 
     def _of(self, time: float, embedded: Array) -> dict[str, Tensor]:
         backend, engine = self._chain.backend, self._chain.modulation
@@ -93,19 +97,18 @@ def denoise(
     policy: PolicyFacts,
     times: StepTimes,
     observation: Observation,
-    prefix: Prefill,
-    position: int,
+    run: PromptRun,
     clock: Stopwatch,
 ) -> Array:
-    """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of `prefix`.
+    """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of the prompt's `run`.
 
-    The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
-    transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each step:
-    `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy that
-    was trained with held actions. The caches do not move between steps. Raises `NumericsError` for actions that are
-    not finite.
+    The expert's rows continue at its next position. Time runs from 1 (noise) to 0 in equal steps, by Euler's method,
+    as in transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each
+    step: `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy
+    that was trained with held actions. The caches do not move between steps. Raises `NumericsError` for actions that
+    are not finite, or features of the tower.
     """
-    backend, rows = chain.backend, policy.expert_rows
+    backend, rows, position = chain.backend, policy.expert_rows, run.rows.positions.next
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
     step = np.float32(-1.0 / observation.steps)
     fixed = {
@@ -115,7 +118,7 @@ def denoise(
     }
     if not policy.state_in_prompt:
         fixed["state"] = backend.tensor(observation.state)
-    for segment, (decoder, cache) in enumerate(zip(chain.decoders, prefix.cache.segments, strict=True)):
+    for segment, (decoder, cache) in enumerate(zip(chain.decoders, run.prefilled.cache.segments, strict=True)):
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
     actions, held = backend.tensor(observation.noise), observation.held.shape[1]
@@ -135,6 +138,8 @@ def denoise(
             actions = chain.last({**fixed, **own, "actions": actions})["actions_out"]
     found = np.array(backend.numpy(actions))
     found[:, :held] = observation.held
+    # The tower's error comes first.
+    run.check()
     if not np.isfinite(found).all():
         raise NumericsError(
             "the action expert gave actions that are not finite. If the bundle is fp16, its values may exceed that "
@@ -154,8 +159,11 @@ class _ChunkBudgets(Budgets):
     steps: int
     """After `choose`."""
 
-    def __init__(self, model: LoadedModel, method: str, layouts: Sequence[VisualLayout], choose: Choose) -> None:
+    def __init__(
+        self, model: LoadedModel, method: str, layouts: Sequence[VisualLayout], choose: Choose, *, timed: bool
+    ) -> None:
         self._model, self._method, self._layouts, self._choose = model, method, layouts, choose
+        self.timed = timed
 
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
         budget, self.steps = self._choose(text)
@@ -180,13 +188,18 @@ def run_chunk(
     method: str,
     choose: Choose,
     observer: Observer,
+    *,
+    timed: bool,
 ) -> ActionReport:
-    """Run the steps of a chunk, in order; raises what `Policy.act` raises."""
+    """Run the steps of a chunk, in order; raises what `Policy.act` raises.
+
+    `timed` is whether `choose` reads the clock, and must be called when the tower is done.
+    """
     manifest, chain, clock = model.manifest, model.chain, Stopwatch(model.chain.backend, observer.during)
     rows = _AllCameras()
     encode_prompt = partial(_encoded, model, observation)
     looked = look(model, observation.cameras, encode_prompt, None, rows, observer, clock, "latency")
-    budgets = _ChunkBudgets(model, method, looked.layouts, choose)
+    budgets = _ChunkBudgets(model, method, looked.layouts, choose, timed=timed)
 
     def question_of(plan: Plan | None) -> list[int]:
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
@@ -194,7 +207,7 @@ def run_chunk(
     with clock.measure("latency"), chain.backend.turn:
         run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock)
         own = replace(observation, steps=budgets.steps)
-        actions = denoise(chain, policy, times, own, run.prefilled, run.rows.positions.next, clock)
+        actions = denoise(chain, policy, times, own, run, clock)
     observer.prefilled(run.prefilled)
     observer.acted(actions)
     with chain.backend.turn:

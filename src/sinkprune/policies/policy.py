@@ -123,7 +123,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
         if deadline_ms is None:
             self._model.chain.load_plan(plan)
-            return self._run(observation, method, lambda text: (budget, observation.steps), observer)
+            return self._run(observation, method, lambda text: (budget, observation.steps), observer, timed=False)
         costs = self._known_costs(method)
         check_costs(costs, manifest, method, budget, len(observation.cameras))
         deadline = ChunkDeadline(
@@ -218,5 +218,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         check_plan_names(budget, method)
         return self.bundle.manifest.plan(method, budget)
 
-    def _run(self, observation: Observation, method: str, choose: Choose, observer: Observer) -> ActionReport:
-        return run_chunk(self._model, self.facts, self._times, observation, method, choose, observer)
+    def _run(
+        self, observation: Observation, method: str, choose: Choose, observer: Observer, *, timed: bool = True
+    ) -> ActionReport:
+        return run_chunk(self._model, self.facts, self._times, observation, method, choose, observer, timed=timed)

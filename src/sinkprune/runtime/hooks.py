@@ -31,6 +31,9 @@ class Budgets:
     `first_token`, `finish` after each token, and `ended`.
     """
 
+    timed = False
+    """Whether `choose` reads the clock, and must be called when the tower is done and not only enqueued."""
+
     def __init__(self, manifest: Manifest, request: Request, plan: Plan | None, passes: int | None = None) -> None:
         """Choose for a `request` at its `plan`; a closed list is compared in so many `passes` after the prompt."""
         self.plan, self._manifest, self._request = plan, manifest, request
@@ -44,7 +47,7 @@ class Budgets:
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
         """Choose one of the `candidates` that can run, in their order, for a prompt with `text` tokens of text.
 
-        Called when the vision tower is done.
+        Called when the vision tower is enqueued, or done if `timed`.
         """
         return possible[0]
 
@@ -165,6 +168,11 @@ class Observer:
 
     def prefilled(self, result: Prefill) -> None:
         """Receives the KV caches, the number of rows of each layer, and the rows that survived each stage."""
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether `chose` is overridden; if not, logits of a greedy answer stay on the device."""
+        return type(self).chose is not Observer.chose
 
     def chose(self, token: int, logits: Array) -> None:
         """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill.

@@ -15,7 +15,7 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import check_callable, check_path, check_type, creation_checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.contract.manifest import EMBEDDING, EXPERT
+from sinkprune.contract.manifest import EMBEDDING
 from sinkprune.contract.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.known import Compute, usual_backend
@@ -179,7 +179,7 @@ def load_model(
         return built.model(graph) if built else Model.of_bundle(bundle, graph)
 
     def load(graph: str) -> Engine:
-        engine = (backend.load_repeated if graph == EXPERT else backend.load)(model(graph))
+        engine = backend.load(model(graph))
         return engine if wrap is None else wrap(graph, engine, backend)
 
     def load_decoder(graph: str) -> Decoder:

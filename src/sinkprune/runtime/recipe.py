@@ -69,15 +69,20 @@ def run_prompt(
     rows: Rows,
     seen: Observer,
     clock: Stopwatch,
+    answer: int = 0,
 ) -> PromptRun:
     """Run tower, sanitizer, projector, segments and selects; call it in the backend's `turn`.
 
+    Caches expect `answer` rows after those of the prompt.
     `question_of` returns the token ids that the sanitizer of a plan reads, if any. Raises what `run_tower`, `encode`
     and `prefill` do.
     """
     chain, backend = model.chain, model.chain.backend
     towers = rows.towers(chain, looked.pictures, clock)
     looked.pictures.clear()
+    if budgets.timed:
+        for tower in towers:
+            tower.scores.check()
     planned = budgets.choose(possible, looked.prompt.text_tokens)
     plan, texts = planned.plan, looked.prompt.texts
     question = question_of(plan)
@@ -92,7 +97,7 @@ def run_prompt(
     between, pruned = model.family.between_rows, plan is not None
     laid_out = lay_out(backend, model.embedding, between, texts, looked.layouts, encoded, pruned=pruned)
     seen.laid_out(laid_out)
-    prefilled = prefill(chain, planned, laid_out, clock, norms, restored.stored, restored.lead)
+    prefilled = prefill(chain, planned, laid_out, clock, norms, restored.stored, restored.lead, answer)
     return PromptRun(
         prompt=looked.prompt,
         layouts=looked.layouts,

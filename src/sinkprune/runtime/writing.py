@@ -12,7 +12,7 @@ from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
-from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler, not_finite
 
 if TYPE_CHECKING:
     from sinkprune.runtime.hooks import Hooks
@@ -74,12 +74,23 @@ def write(draft: Draft) -> Generator[str, None, Written]:
         if finish:
             break
         began = time.perf_counter()
+        allowed = tokens.allowed(chain.model.vocab_size)
         with chain.backend.turn, hooks.seen.during("decode"):
-            logits: Array = chain.backend.numpy(decode_one_token(chain, cache, model.embedding([token])[0]))[0]
-        token = sampler(logits, tokens.allowed(logits.size))
+            scores = decode_one_token(chain, cache, model.embedding([token])[0])
+            if allowed is None and sampler.is_greedy and not hooks.seen.reads_logits:
+                # Only the token crosses from the device.
+                token, finite = chain.backend.best(scores)
+                logits = None
+            else:
+                logits, finite = chain.backend.numpy(scores)[0], True
+        if not finite:
+            raise not_finite()
+        if logits is not None:
+            token = sampler(logits, allowed)
         token_ms.append(ms_since(began))
         ids.append(token)
-        hooks.seen.chose(token, logits)
+        if logits is not None:
+            hooks.seen.chose(token, logits)
     return Written(text.text, ids, finish, token_ms, text_ms)
 
 

@@ -11,6 +11,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -257,7 +258,7 @@ class SessionRows(Rows):
             for own, tower in zip(pictures, known, strict=True)
         ]
         for digest, tower in zip(self._digests, towers, strict=True):
-            self._cache.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
+            self._cache.put(digest, tower, prod(tower.shape) * chain.visual_token_bytes)
         self.reused_towers = sum(tower is not None for tower in known)
         self._known.clear()
         return towers
@@ -290,7 +291,7 @@ class SessionRows(Rows):
         scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
         visual_bytes = chain.model.hidden_size * chain.dtype.itemsize + chain.visual_token_bytes
         nbytes = kv_bytes(chain, [length] * segments) + sum(array.nbytes for array in scored.values())
-        nbytes += visual_bytes * sum(one.kept_index.size for one in run.encoded)
+        nbytes += visual_bytes * sum(one.rows for one in run.encoded)
         prefix = Prefix(tuple(run.encoded), tuple(text), length - len(text), saved, scored)
         self._cache.put(self._key, prefix, nbytes)
 

@@ -80,7 +80,7 @@ class FakeDevice:
 
     def copy_out(self, array: np.ndarray[Any, Any], address: int) -> None:
         self.calls.append("copy_out")
-        self._run()
+        self.flush()
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def copy(self, destination: int, source: int, size: int) -> None:
@@ -107,7 +107,7 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
-        self._run()
+        self.flush()
 
     def record_event(self) -> FakeEvent:
         self.calls.append("record_event")
@@ -117,7 +117,7 @@ class FakeDevice:
 
     def elapsed_ms(self, start: FakeEvent, end: FakeEvent) -> float:
         self.calls.append("elapsed_ms")
-        self._run()
+        self.flush()
         assert start.seconds is not None and end.seconds is not None
         return (end.seconds - start.seconds) * 1e3
 
@@ -128,7 +128,8 @@ class FakeDevice:
 
     def end_capture(self) -> list[Callable[[], None]]:
         self.calls.append("end_capture")
-        assert self._recorded is not None
+        if self._recorded is None:
+            raise BackendError("CUDA refused: nothing is being captured.")
         graph, self._recorded = self._recorded, None
         return graph
 
@@ -136,7 +137,8 @@ class FakeDevice:
         self.calls.append("replay")
         self._queue.extend(graph)
 
-    def _run(self) -> None:
+    def flush(self) -> None:
+        """Do all work that is enqueued."""
         assert not self.capturing, "the host waits while a graph is being captured"
         queue, self._queue = self._queue, []
         for work in queue:

@@ -132,8 +132,8 @@ class FakeEngine:
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(description["onnx"], options, providers=["CPUExecutionProvider"])
-        self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
-        self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
+        self.inputs = {value.name: dtype_of(value.type) for value in self._session.get_inputs()}
+        self.outputs = {value.name: dtype_of(value.type) for value in self._session.get_outputs()}
         self.in_place: dict[str, str] = description["in_place"]
         self.contexts: list[FakeContext] = []
         self._shapes: dict[tuple[tuple[str, Shape], ...], dict[str, Shape]] = {}
@@ -169,10 +169,10 @@ class FakeEngine:
 
     def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
         """Read the inputs, run, write the outputs, and overwrite the activations."""
-        inputs = {name: _at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
+        inputs = {name: array_at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
         results = self._session.run(list(self.outputs), inputs)
         for name, result in zip(self.outputs, results, strict=True):
-            _at(addresses[name], result.shape, self.outputs[name])[...] = result
+            array_at(addresses[name], result.shape, self.outputs[name])[...] = result
         ctypes.memset(activations, 0x5A, self.device_memory_size_v2)
 
     def output_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -193,7 +193,7 @@ class FakeContext:
 
     def __init__(self, engine: FakeEngine, how: Any) -> None:
         self._engine, self.created_with = engine, how
-        self._optimisation_profile: int | None = None
+        self.optimisation_profile: int | None = None
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._up_to_date_for: dict[str, Shape] | None = None
@@ -202,12 +202,12 @@ class FakeContext:
 
     def set_optimization_profile_async(self, number: int, stream: int) -> bool:
         assert stream == self._engine.device.stream
-        self._optimisation_profile = number
+        self.optimisation_profile = number
         return True
 
     def set_input_shape(self, name: str, shape: Shape) -> bool:
-        assert self._optimisation_profile is not None
-        least, _, most = self._engine.optimisation_profiles[self._optimisation_profile][name]
+        assert self.optimisation_profile is not None
+        least, _, most = self._engine.optimisation_profiles[self.optimisation_profile][name]
         self._shapes[name] = shape
         return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
 
@@ -296,12 +296,12 @@ def build_fake_engines(
     return FakeBuild(folder, manifest)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    types = {"float": "float32", "float16": "float16", "int64": "int64", "bool": "bool"}
+def dtype_of(name: str) -> np.dtype[Any]:
+    types = {"float": "float32", "float16": "float16", "int32": "int32", "int64": "int64", "bool": "bool"}
     return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
 
 
-def _at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
+def array_at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
     """Return the array at an address."""
     size = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)

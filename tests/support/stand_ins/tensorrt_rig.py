@@ -34,7 +34,14 @@ class Rig:
 
     def decode_calls(self) -> set[int]:
         """Return the number of decode calls of each decoder, without replays."""
-        return {len(self.contexts(graph)[1].enqueued) for graph in self.decoders}
+        return self.calls(1)
+
+    def calls(self, profile: int) -> set[int]:
+        """Return the number of calls of each decoder with an optimisation profile, without replays."""
+        return {
+            sum(len(context.enqueued) for context in self.contexts(graph) if context.optimisation_profile == profile)
+            for graph in self.decoders
+        }
 
     def enqueued(self) -> int:
         """Return the number of calls of engines, without replays."""

@@ -29,7 +29,7 @@ from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
 from sinkprune.runtime.families import Fit, Rotary, TowerInput, load_family
-from sinkprune.runtime.steps.chain import EncodedPicture
+from sinkprune.runtime.steps.chain import EncodedPicture, TowerOutput
 from sinkprune.runtime.steps.prompt_rows import Embedding, lay_out
 from sinkprune.runtime.text.prompt import PromptEncoder
 
@@ -401,10 +401,9 @@ def _steps(
     tokens = tower["tokens"]
     if manifest.projector:
         tokens = (yield {"tokens": tokens})["embeddings"]
-    groups, count = tower["norms"].shape
-    every = np.broadcast_to(np.arange(count), (groups, count))
-    deepstack = backend.tensor(tower["deepstack"]) if "deepstack" in tower else None
-    encoded = EncodedPicture(backend.tensor(tokens), every, tower["norms"], tower["salience"], deepstack)
+    features = TowerOutput.of(backend, {name: backend.tensor(array) for name, array in tower.items()})
+    every = np.broadcast_to(np.arange(features.shape[1]), features.shape)
+    encoded = EncodedPicture(backend.tensor(tokens), every, features.scores, features.deepstack)
     rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.picture.layout], [encoded], pruned=False)
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model

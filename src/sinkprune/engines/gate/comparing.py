@@ -359,6 +359,7 @@ def check_engines(
         graphs=graphs,
         texts=texts,
         chunks=chunks,
+        captured=backend.captured(),
         passed=bool(texts or chunks) and not refusals_together(texts, chunks, engines.manifest),
     )
 

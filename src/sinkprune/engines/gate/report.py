@@ -19,6 +19,7 @@ from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.table_console import TableConsole, make_table
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.contract.precision import Array, WeightForms, WeightsName
+from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.backends.known import TOWER_IN
 
 Rounding = Literal["fp32", "fp16", "bf16", "int8"]
@@ -232,6 +233,8 @@ class GateReport:
     """Empty for a policy, and if an engine was rejected: its answers mean nothing."""
     chunks: list[ChunkReport]
     """A policy's; empty if an engine was rejected."""
+    captured: CaptureReport | None
+    """What backends on CUDA captured; None for others."""
     passed: bool
 
 

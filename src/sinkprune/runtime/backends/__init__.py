@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -18,6 +20,7 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
+    from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
 
 Tensor = Any
@@ -53,8 +56,11 @@ class Cache(Protocol):
 class Decoder(Protocol):
     """A loaded decoder segment, which keeps the keys and values of earlier rows in a cache."""
 
-    def new_cache(self) -> Any:
-        """Return an empty `Cache` for this decoder. Its memory grows with its rows."""
+    def new_cache(self, expected: int = 0) -> Any:
+        """Return an empty `Cache` for this decoder. Its memory grows with its rows.
+
+        Where calls are captured, it has room for the `expected` rows at once, so that shapes stay the same.
+        """
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: Any) -> dict[str, Tensor]:
         """Return `hidden_out` of new rows, and `query` and `key` where a select follows, from `hidden`, `cos`, `sin`.
@@ -73,10 +79,10 @@ class Decoder(Protocol):
     def save(self, cache: Any, rows: int) -> Any:
         """Return a copy of the keys and values of the first `rows` rows of `cache`, for `restore`."""
 
-    def restore(self, saved: Any, rows: int, length: int) -> Any:
+    def restore(self, saved: Any, rows: int, length: int, expected: int = 0) -> Any:
         """Return a new `Cache` with the first `rows` rows of what `save` returned, which stays as it is.
 
-        `length` is how many rows it will hold next.
+        `length` is how many rows it will hold next, and `expected` at last, as for `new_cache`.
         """
 
 
@@ -97,6 +103,9 @@ class Backend(Protocol):
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
     resumes: bool = True
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
+    enqueues: bool = False
+    """Whether calls of engines return before they are done, so that the host waits where it reads a tensor. The
+    tensors have a `shape`, which can be read at once."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
 
@@ -106,19 +115,16 @@ class Backend(Protocol):
         gpu = self.versions.get("gpu")
         return f"{gpu}, {processor_name()}" if gpu else processor_name()
 
+    def captured(self) -> CaptureReport | None:
+        """Return what is captured as CUDA graphs, for reports; None where no backend of the kind captures."""
+        return None
+
     def load(self, model: Model) -> Engine:
         """Load the engine of one graph, from the bundle's ONNX file or a built engine.
 
         Raises `BackendError`, also where inputs or outputs differ from the bundle's list; and what a held file raises
         that was altered since it was opened.
         """
-
-    def load_repeated(self, model: Model) -> Engine:
-        """Load the engine of a graph that a request calls again and again on inputs of the same shapes.
-
-        Nothing writes to an input that the next call gets too. Outputs have fixed sizes. Raises what `load` raises.
-        """
-        return self.load(model)
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         """Load the decoder segment of one graph, with caches of the bundle's `form`.
@@ -133,8 +139,21 @@ class Backend(Protocol):
     def numpy(self, tensor: Tensor) -> Array:
         """Return `tensor` as a host array; waits until it is computed."""
 
+    def best(self, logits: Tensor) -> tuple[int, bool]:
+        """Return the index of the largest of `logits` [1,vocab], ties to the lower one, and whether all are finite.
+
+        Waits until they are computed.
+        """
+        array = self.numpy(logits)[0]
+        return int(np.argmax(array)), bool(np.isfinite(array).all())
+
     def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
         """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the parts [1,...] of `tensor` [G,...]."""
+        array = self.numpy(tensor)
+        return [self.tensor(array[group : group + 1]) for group in range(len(array))]
 
     mark: Callable[[], Any] = time.perf_counter
     """Returns the moment at which all work enqueued so far is done. The default is for libraries whose calls return

@@ -83,6 +83,9 @@ def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
 class CacheMemory(Protocol):
     """The memory of a backend for the buffers of caches [1,Hkv,C,h]."""
 
+    fixes_room: bool = False
+    """Whether a cache has room for a whole answer at once: captured calls need shapes and addresses that stay."""
+
     def tensor(self, array: Array) -> Tensor:
         """Return `array` as a tensor on the device."""
 
@@ -111,6 +114,8 @@ class BufferedCache(Cache):
     length: int = 0
     room: int = 0
     """The rows C that the buffers have room for."""
+    expected: int = 0
+    """The rows that new buffers have room for at least."""
 
 
 class BufferedDecoder(Decoder):
@@ -132,8 +137,8 @@ class BufferedDecoder(Decoder):
         # All new caches share these, because nothing is written there.
         self._no_buffers = self._new_buffers(0)
 
-    def new_cache(self) -> BufferedCache:
-        return BufferedCache(self._no_buffers)
+    def new_cache(self, expected: int = 0) -> BufferedCache:
+        return BufferedCache(self._no_buffers, expected=expected if self._memory.fixes_room else 0)
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
         rows = self._memory.rows(inputs["hidden"])
@@ -156,8 +161,9 @@ class BufferedDecoder(Decoder):
     def save(self, cache: BufferedCache, rows: int) -> BufferedCache:
         return self._copied(cache, rows, rows)
 
-    def restore(self, saved: BufferedCache, rows: int, length: int) -> BufferedCache:
-        return self._copied(saved, rows, self._room or room_for(length))
+    def restore(self, saved: BufferedCache, rows: int, length: int, expected: int = 0) -> BufferedCache:
+        expected = expected if self._memory.fixes_room else 0
+        return self._copied(saved, rows, self._room or room_for(max(length, expected)))
 
     def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
         return BufferedCache(self._grown(cache, room, rows, rows), rows, room)
@@ -174,7 +180,7 @@ class BufferedDecoder(Decoder):
         """Grow `cache` to have room for `rows`; rows after these are zero in new buffers."""
         if rows <= cache.room:
             return
-        room = self._room or room_for(rows)
+        room = self._room or room_for(max(rows, cache.expected))
         if rows > room:
             raise BackendError(
                 f"{rows} rows are more than the {room} that the engine's caches have room for. Build engines that "

@@ -26,12 +26,26 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 
 _SCHEMA = {
-    "Model": {"graph": (7, "Graph"), "functions": (25, "Function*")},
+    "Model": {
+        "ir_version": (1, "number"),
+        "graph": (7, "Graph"),
+        "opset_import": (8, "Opset*"),
+        "functions": (25, "Function*"),
+    },
+    "Opset": {"domain": (1, "text"), "version": (2, "number")},
     "Graph": {
         "node": (1, "Node*"),
+        "name": (2, "text"),
         "initializer": (5, "Tensor*"),
+        "input": (11, "Value*"),
+        "output": (12, "Value*"),
         "sparse_initializer": (15, "SparseTensor*"),
     },
+    "Value": {"name": (1, "text"), "type": (2, "Type")},
+    "Type": {"tensor_type": (1, "TensorType")},
+    "TensorType": {"elem_type": (1, "number"), "shape": (2, "Shape")},
+    "Shape": {"dim": (1, "Dim*")},
+    "Dim": {"dim_value": (1, "number"), "dim_param": (2, "text")},
     "Function": {
         "name": (1, "text"),
         "input": (4, "text*"),
@@ -52,10 +66,13 @@ _SCHEMA = {
     },
     "Attribute": {
         "name": (1, "text"),
+        "i": (3, "number"),
         "t": (5, "Tensor"),
         "g": (6, "Graph"),
+        "ints": (8, "number*"),
         "tensors": (10, "Tensor*"),
         "graphs": (11, "Graph*"),
+        "type": (20, "number"),
         "ref_attr_name": (21, "text"),
         "sparse_tensor": (22, "SparseTensor"),
         "sparse_tensors": (23, "SparseTensor*"),
@@ -65,6 +82,7 @@ _SCHEMA = {
         "dims": (1, "number*"),
         "data_type": (2, "number"),
         "name": (8, "text"),
+        "raw_data": (9, "bytes"),
         "external_data": (13, "Entry*"),
     },
     "Entry": {"key": (1, "text"), "value": (2, "text")},
@@ -259,7 +277,7 @@ def _pool() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool
 
     field = descriptor_pb2.FieldDescriptorProto
-    types = {"text": field.TYPE_STRING, "number": field.TYPE_INT64}
+    types = {"text": field.TYPE_STRING, "number": field.TYPE_INT64, "bytes": field.TYPE_BYTES}
     # The package is not named "onnx", because the library onnx registers messages of these names.
     file = descriptor_pb2.FileDescriptorProto(name="sinkprune_onnx.proto", package="sinkprune", syntax="proto3")
     for message, fields in _SCHEMA.items():

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import counted, escaped
+from sinkprune.contract.checks import counted, escaped, to_json
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import (
     CommandParser,
@@ -445,6 +445,7 @@ def _summary(
         "precision": pipeline.bundle.manifest.precision,
         "load_ms": pipeline.load_ms,
         "memory": memory._asdict(),
+        "captured": to_json(pipeline.backend.captured()),
         "notes": notes,
     }
 

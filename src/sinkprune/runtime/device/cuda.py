@@ -446,7 +446,7 @@ class _Owned:
         weakref.finalize(self, destroy, handle).atexit = False
 
 
-_NEEDS_GPU = "The TensorRT backends need an NVIDIA GPU and its driver; without one, run on ort-cpu."
+_NEEDS_GPU = "Backends on CUDA need an NVIDIA GPU and its driver; without one, run on ort-cpu."
 
 
 def _import_driver() -> Any:

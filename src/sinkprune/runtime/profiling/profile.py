@@ -280,6 +280,7 @@ def engine_header(loaded: Loaded, method: str, prompt_tokens: int) -> EngineHead
         prompt_tokens=prompt_tokens,
         load_ms=loaded.load_ms,
         versions=used_versions(backend),
+        captured=backend.captured(),
     )
 
 

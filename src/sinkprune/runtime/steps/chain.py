@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,25 +104,77 @@ class Chain:
                 self.plan_engine(graph)
 
 
+class Later:
+    """An array that the host reads from the device when it first needs it.
+
+    A read waits for all work that is enqueued. Backends whose calls return when they are done are read at once.
+    """
+
+    def __init__(self, backend: Backend, tensor: Tensor) -> None:
+        self._backend, self._tensor = backend, tensor if backend.enqueues else None
+        self._array = None if backend.enqueues else backend.numpy(tensor)
+        self.shape: tuple[int, ...] = tensor.shape if self._array is None else self._array.shape
+
+    @property
+    def array(self) -> Array:
+        """The values; called in the backend's `turn`."""
+        if self._array is None:
+            self._array, self._tensor = self._backend.numpy(self._tensor), None
+        return self._array
+
+
+class Scores(NamedTuple):
+    """Norms and salience of the tower's tokens, for the host."""
+
+    norms: Later
+    """[G,N] fp32: the norm of each token in the vision tower."""
+    salience: Later
+    """[G,N] fp32: the attention each token receives in the vision tower."""
+
+    def check(self) -> None:
+        """Wait for the tower; raises `NumericsError` if they are not finite."""
+        _check_finite("norms or salience", self.norms.array, self.salience.array)
+
+
 @dataclass(frozen=True)
 class EncodedPicture:
     """A picture as the LLM receives it: n0 kept tokens of each of G' groups of N' tokens."""
 
     embeddings: Tensor
     """[G',n0,d] float on the device, in the decoder's width."""
-    kept_index: Array
-    """[G',n0] int64: the token of each row, numbered within its group."""
-    norms: Array
-    """[G',N'] fp32: the norm of each token in the vision tower."""
-    salience: Array
-    """[G',N'] fp32: the attention each token receives in the vision tower."""
+    kept: Array | Later
+    """`kept_index`, on the host or to be read."""
+    scores: Scores
+    """Of all tokens of the picture."""
     deepstack: Tensor | None = None
     """[G',n0,E] float on the device: what the decoder's first layers add to each row, for models with DeepStack."""
 
     @property
+    def rows(self) -> int:
+        """The number of rows, G'*n0."""
+        return prod(self.kept.shape)
+
+    @property
+    def kept_index(self) -> Array:
+        """[G',n0] int64: the token of each row, numbered within its group."""
+        return self.kept.array if isinstance(self.kept, Later) else self.kept
+
+    @property
+    def norms(self) -> Array:
+        """[G',N'] fp32: the norm of each token in the vision tower."""
+        # Frames that the sanitizer treats as one are one group from here on.
+        return self.scores.norms.array.reshape(self.kept.shape[0], -1)
+
+    @property
+    def salience(self) -> Array:
+        """[G',N'] fp32: the attention each token receives in the vision tower."""
+        return self.scores.salience.array.reshape(self.kept.shape[0], -1)
+
+    @property
     def source_tokens(self) -> Array:
         """[G'*n0] int64: the token of each row, numbered through all groups."""
-        groups, tokens = self.norms.shape
+        groups = self.kept.shape[0]
+        tokens = prod(self.scores.norms.shape) // groups
         return (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
 
 
@@ -134,46 +187,60 @@ class TowerOutput:
     device_norms: Tensor
     """[G,N] fp32 on the device."""
     device_salience: Tensor
-    norms: Array
-    """[G,N] fp32 on the host."""
-    salience: Array
+    scores: Scores
     deepstack: Tensor | None = None
     """[G,N,E] float on the device: what the decoder's first layers add to each token, for models with DeepStack."""
 
+    @classmethod
+    def of(cls, backend: Backend, features: Mapping[str, Tensor]) -> TowerOutput:
+        """Return the outputs of the graph `vision`."""
+        norms, salience = features["norms"], features["salience"]
+        scores = Scores(Later(backend, norms), Later(backend, salience))
+        return cls(features["tokens"], norms, salience, scores, features.get("deepstack"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """G and N."""
+        return self.scores.norms.shape
+
+    @property
+    def norms(self) -> Array:
+        """[G,N] fp32 on the host."""
+        return self.scores.norms.array
+
+    @property
+    def salience(self) -> Array:
+        """[G,N] fp32 on the host."""
+        return self.scores.salience.array
+
 
 def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> TowerOutput:
-    """Run the vision tower on the `inputs` of the graph `vision`, and wait for it.
+    """Run the vision tower on the `inputs` of the graph `vision`.
 
-    Raises `NumericsError` if tokens, norms or salience are not finite, before tokens are selected by them.
+    Raises `NumericsError` if tokens, norms or salience are not finite, before tokens are selected by them. Where
+    calls are only enqueued and a projector follows, `Scores.check` is left to the end of the prefill.
     """
     backend = chain.backend
     with clock.measure("vision"):
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
-    tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
-    # Waits for the tower once: norms, salience and tokens are complete together.
-    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
-    tower = TowerOutput(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
-    _check_finite("norms or salience", tower.norms, tower.salience)
+    tower = TowerOutput.of(backend, features)
+    if chain.projector is None or not backend.enqueues:
+        tower.scores.check()
     if chain.projector is None:
         # Layers after the norms may still overflow. With a projector, the norms are those of the tokens.
-        _check_finite("tokens", backend.numpy(tokens))
+        _check_finite("tokens", backend.numpy(tower.tokens))
     return tower
 
 
 def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
     """Return the `tower`'s output on G pictures of one group each, by picture."""
-    groups, count = tower.norms.shape
-    if groups == 1:
+    if tower.shape[0] == 1:
         return [tower]
-
-    def own(group: int) -> TowerOutput:
-        rows, one = np.arange(group * count, (group + 1) * count), slice(group, group + 1)
-        norms, salience = tower.norms[one], tower.salience[one]
-        deepstack = None if tower.deepstack is None else backend.join([tower.deepstack], rows)
-        tokens = backend.join([tower.tokens], rows)
-        return TowerOutput(tokens, backend.tensor(norms), backend.tensor(salience), norms, salience, deepstack)
-
-    return [own(group) for group in range(groups)]
+    whole = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+    if tower.deepstack is not None:
+        whole["deepstack"] = tower.deepstack
+    groups = zip(*map(backend.split, whole.values()), strict=True)
+    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True))) for own in groups]
 
 
 def encode(
@@ -184,7 +251,7 @@ def encode(
     `question` [T,d] are its words as the decoder receives them, for sanitizers that read it.
     """
     if plan is None or plan.sanitizer is None:
-        every = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
+        every = np.broadcast_to(np.arange(tower.shape[1]), tower.shape)
         return _projected(chain, tower, tower.tokens, tower.deepstack, every, clock)
     sanitizer = chain.plan_engine(plan.sanitizer)
     inputs = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
@@ -194,21 +261,22 @@ def encode(
         inputs |= {"question": question, "embeddings": _in_llm(chain, tower.tokens, clock)}
     with clock.measure("sanitizer"):
         kept = sanitizer(inputs)
-    index = chain.backend.numpy(kept["kept_index"])
+    index = Later(chain.backend, kept["kept_index"])
     return _projected(chain, tower, kept["kept_tokens"], kept.get("kept_deepstack"), index, clock)
 
 
 def _projected(
-    chain: Chain, tower: TowerOutput, tokens: Tensor, deepstack: Tensor | None, kept_index: Array, clock: Stopwatch
+    chain: Chain,
+    tower: TowerOutput,
+    tokens: Tensor,
+    deepstack: Tensor | None,
+    kept: Array | Later,
+    clock: Stopwatch,
 ) -> EncodedPicture:
-    """Return the `tokens` with these `kept_index` [G',n0] as the LLM receives them."""
+    """Return the `tokens`, which are those `kept` [G',n0], as the LLM receives them."""
     if deepstack is not None:
         _check_finite("DeepStack features", chain.backend.numpy(deepstack))
-    embeddings = _in_llm(chain, tokens, clock)
-    # Frames that the sanitizer treats as one are one group from here on.
-    groups = len(kept_index)
-    norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
-    return EncodedPicture(embeddings, kept_index, norms, salience, deepstack)
+    return EncodedPicture(_in_llm(chain, tokens, clock), kept, tower.scores, deepstack)
 
 
 def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:

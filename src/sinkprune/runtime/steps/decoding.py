@@ -21,6 +21,10 @@ SCORED = ("hidden_out", "query", "key")
 """The outputs of a decoder segment that a select reads, each [...,S,width]."""
 
 
+_MOST_AHEAD = 512
+"""Rows of an answer for which caches have room at once; at LLaVA-1.5-7B's shape in fp16 they take 270 MB."""
+
+
 class StoredRows(NamedTuple):
     """The first rows of a prompt in one decoder segment, from an earlier request."""
 
@@ -80,12 +84,14 @@ def prefill(
     norms: Tensor | None = None,
     stored: Sequence[StoredRows] = (),
     lead: int = 0,
+    answer: int = 0,
 ) -> Prefill:
     """Run all rows of a prompt through the segments, with the selects of the schedule's plan between them.
 
     `norms` [G,N] are those of the first picture, for plans that keep shares of N: their selects read N from the
     shape. Bundles for several pictures use quotas in the place of shares. The first segments start after the rows
-    that are `stored` of each. `Prefill.lead` is of the first `lead` rows. Raises `BundleError` where the prompt's
+    that are `stored` of each. `Prefill.lead` is of the first `lead` rows. Caches expect `answer`
+    rows more. Raises `BundleError` where the prompt's
     number of visual rows differs from the schedule.
     """
     backend, plan = chain.backend, schedule.plan
@@ -102,7 +108,12 @@ def prefill(
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             length, last = text + visual[layers.start], layers[-1]
             earlier = stored[segment] if segment < len(stored) else None
-            own = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
+            expected = length + min(answer, _MOST_AHEAD)
+            own = (
+                decoder.restore(earlier.saved, earlier.rows, length, expected)
+                if earlier
+                else decoder.new_cache(expected)
+            )
             outputs: Mapping[str, Tensor] = {}
             if own.length < length:
                 if own.length > start:
@@ -327,6 +338,11 @@ class PromptRun:
     reused_rows: int
     """How many first rows an earlier request had computed, in the first decoder segment."""
     reused_pictures: bool
+
+    def check(self) -> None:
+        """Raise `NumericsError` if the tower's norms or salience are not finite; called when the prefill is done."""
+        for picture in self.encoded:
+            picture.scores.check()
 
     def report(self, chain: Chain) -> PromptReport:
         """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""

@@ -197,15 +197,16 @@ def _parts(
 ) -> Iterator[_Part]:
     """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
     for number, (layout, own) in enumerate(zip(layouts, encoded, strict=True)):
-        rows = np.arange(own.kept_index.size) if pruned else layout.unpruned_rows
-        tokens = own.source_tokens if pruned else rows
+        rows = np.arange(own.rows) if pruned else layout.unpruned_rows
+        # Only these layouts need to know which tokens are left, and wait for the device.
+        tokens = own.source_tokens if pruned and (layout.parts > 1 or layout.places is not None) else rows
         if layout.parts == 1:
             yield _Part(layout, number, first, rows, tokens)
         else:
             for group in range(layout.parts):
                 inside = tokens // layout.tokens == group
                 yield _Part(layout, number, first, rows[inside], tokens[inside])
-        first += own.kept_index.size
+        first += own.rows
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:

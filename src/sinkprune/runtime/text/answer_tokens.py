@@ -70,6 +70,11 @@ class Sampler:
         """Sample greedily at `temperature` 0. Numbers are within `TEMPERATURE`, `TOP_P` and `SEED`."""
         self._temperature, self._top_p, self._seed, self._penalties = temperature, top_p, seed, penalties
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether a token follows from the largest of its logits alone."""
+        return self._temperature == 0.0 and self._penalties is None
+
     def __call__(self, logits: Array, allowed: Array | None = None) -> int:
         """Return a token id for logits [vocab], ties to the lower id; raises `NumericsError` if any is not finite.
 
@@ -107,10 +112,15 @@ class Sampler:
 def check_finite(logits: Array) -> None:
     """Raise `NumericsError` if any of the logits is not finite."""
     if not np.isfinite(logits).all():
-        raise NumericsError(
-            "the model's logits are not finite. If the bundle is fp16, its values may exceed that type; "
-            "export it with --precision fp32. openvino-gpu computes in fp16 unless --compute is fp32."
-        )
+        raise not_finite()
+
+
+def not_finite() -> NumericsError:
+    """Return the error for logits that are not finite."""
+    return NumericsError(
+        "the model's logits are not finite. If the bundle is fp16, its values may exceed that type; "
+        "export it with --precision fp32. openvino-gpu computes in fp16 unless --compute is fp32."
+    )
 
 
 _PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

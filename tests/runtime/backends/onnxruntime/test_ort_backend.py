@@ -1,13 +1,11 @@
-"""ONNX Runtime: tensors whose memory is their own, what it refuses, and the name of the GPU."""
+"""ONNX Runtime: tensors whose memory is their own, and what it refuses."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -16,7 +14,6 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.onnxruntime.cuda import gpu_name
 
 
 def test_what_is_read_from_a_tensor_lies_in_memory_of_its_own() -> None:
@@ -55,44 +52,3 @@ def test_a_path_that_is_not_utf8_is_named_and_refused(bundle: Callable[..., Path
     shutil.copytree(bundle("gqa-112"), folder)
     with pytest.raises(BackendError, match=r"which is not UTF-8\. onnxruntime opens UTF-8 paths only\. Rename the"):
         Pipeline.load(folder, backend="ort-cpu")
-
-
-class FakeDriver:
-    """Three functions of the CUDA driver. `failing` is the one that returns an error."""
-
-    def __init__(self, failing: str = "") -> None:
-        self._failing = failing
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            if name == self._failing:
-                return 100
-            if name == "cuDeviceGetName":
-                buffer, size, _ = arguments
-                buffer.value = b"NVIDIA Thor"
-                assert size == 256
-            return 0
-
-        call.__name__ = name
-        return call
-
-
-def test_it_is_the_driver_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": FakeDriver()}[name])
-    assert gpu_name() == "NVIDIA Thor"
-
-
-@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGetName"])
-def test_an_error_of_the_driver_is_told(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeDriver(failing))
-    with pytest.raises(BackendError, match=f"{failing} of the NVIDIA driver failed with 100. nvidia-smi -L"):
-        gpu_name()
-
-
-def test_without_a_driver_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: str) -> None:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(BackendError, match="needs an NVIDIA driver, and libcuda does not load"):
-        gpu_name()

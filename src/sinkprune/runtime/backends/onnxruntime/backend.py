@@ -1,4 +1,4 @@
-"""ONNX Runtime, on a CPU or a CUDA GPU. Tensors are OrtValues, and stay on the device between graphs."""
+"""ONNX Runtime on a CPU. Tensors are OrtValues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,6 +44,8 @@ _TOO_NEW = (
 )
 """Errors of onnxruntime for a file, an opset and an operator of a later ONNX."""
 
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The folder of the weights of an ONNX file that is loaded from memory."""
 # The size of a cache line and of the widest vector: unaligned reads take two accesses.
 _ALIGNMENT = 64
 
@@ -118,8 +120,8 @@ class OrtBackend(Backend):
     device = "cpu"
     provider: Provider = "CPUExecutionProvider"
 
-    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
-        self._ort = ort = import_onnxruntime(name)
+    def __init__(self, name: str, threads: int | None, compute: Compute, library: Any = None) -> None:
+        self._ort = ort = library or import_onnxruntime(name)
         available = ort.get_available_providers()
         if provider_name(self.provider) not in available:
             raise BackendError(
@@ -134,7 +136,7 @@ class OrtBackend(Backend):
         self.cache = "the graphs' type"
         self.versions = {"onnxruntime": ort.__version__}
         self.turn: AbstractContextManager[Any] = nullcontext()
-        self._caches: CacheMemory = CpuMemory(ort)
+        self._caches = CpuMemory(ort)
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
@@ -147,12 +149,17 @@ class OrtBackend(Backend):
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
         with self.turn:
-            session, held = self._open(model, self.provider)
+            session, held = self._open(model, self.provider, {})
         return _OrtEngine(model.graph, session, self.device, held, in_place)
 
-    def _open(self, model: Model, provider: Provider) -> tuple[Any, list[Any]]:
-        """Return a session of one graph, and weights that must live as long as it does."""
+    def _open(self, model: Model, provider: Provider, sizes: Mapping[str, int]) -> tuple[Any, list[Any]]:
+        """Return a session of one graph, and weights that must live as long as it does.
+
+        `sizes` are constants in the place of dimensions of these names.
+        """
         options = session_options(self._ort)
+        for name, size in sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads. They must not spin while those of another engine work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -164,8 +171,11 @@ class OrtBackend(Backend):
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)
         if model.weights:
+            fitted = self._fitted(model)
             with model.by_path() as path:
-                session = self._session(model, session_path(path), options, provider)
+                if fitted is not None:
+                    options.add_session_config_entry(_FOLDER, session_path(path.parent))
+                session = self._session(model, fitted or session_path(path), options, provider)
         else:
             # From memory: it may be loaded late, when its file's name may lead to another file.
             session = self._session(model, model.onnx, options, provider)
@@ -181,6 +191,10 @@ class OrtBackend(Backend):
             trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return session, held
+
+    def _fitted(self, model: Model) -> bytes | None:
+        """Return the ONNX file to load in the place of the graph's own; None for its own."""
+        return None
 
     def _reads_files(self, model: Model) -> bool:
         """Return whether the session that was just made reads the graph's files at each call.
@@ -242,10 +256,7 @@ class OrtBackend(Backend):
         return np.array(tensor.numpy())
 
     def join(self, parts: Sequence[Any], order: Array) -> Any:
-        """Return [1,S,d]: rows of `parts` in `order`.
-
-        On a GPU this goes through the host, because onnxruntime's Python copies whole tensors only.
-        """
+        """Return [1,S,d]: rows of `parts` in `order`."""
         return self.tensor(joined([tensor.numpy() for tensor in parts], order))
 
 
@@ -269,7 +280,8 @@ class _OrtEngine:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:
-            raise failed(self._graph, inputs, error) from error
+            shapes = {name: value.shape() for name, value in inputs.items()}
+            raise failed(self._graph, shapes, error) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
 
 
@@ -286,23 +298,14 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(OrtBackend, name, threads, compute, built)
+    return opened(lambda: OrtBackend(name, threads, compute), name, OrtBackend.provider, built)
 
 
-B = TypeVar("B", bound=OrtBackend)
-
-
-def opened(
-    kind: type[B],
-    name: str,
-    threads: int | None,
-    compute: Compute,
-    built: BuiltEngines | None,
-) -> B:
-    """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
+def opened(new: Callable[[], OrtBackend], name: str, provider: Provider, built: BuiltEngines | None) -> OrtBackend:
+    """Return the `new` backend, if it fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
-        built.check_processor(provider_name(kind.provider))
-    backend = kind(name, threads, compute)
+        built.check_processor(provider_name(provider))
+    backend = new()
     if built is not None:
         libraries = (version for library, version in backend.versions.items() if library != "gpu")
         built.check_library(KNOWN[name].target, "+".join(libraries))

@@ -14,6 +14,7 @@ from sinkprune.contract.errors import BackendError
 DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(int32)": "int32",
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
@@ -92,13 +93,13 @@ def words(error: Exception) -> str:
     return " ".join(str(error).split()).removesuffix(".")
 
 
-def failed(graph: str, inputs: Mapping[str, Any], error: Exception) -> BackendError:
-    """Return what to raise for an `error` of onnxruntime, which ran `graph` on `inputs`.
+def failed(graph: str, shapes: Mapping[str, Any], error: Exception) -> BackendError:
+    """Return what to raise for an `error` of onnxruntime, which ran `graph` on inputs of these `shapes`, by name.
 
     Its errors have no common base class.
     """
-    shapes = ", ".join(f"{name} {value.shape()}" for name, value in inputs.items())
+    given = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "a replay"
     return BackendError(
-        f"graph '{graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end other "
+        f"graph '{graph}' failed in onnxruntime on {given}: {words(error)}. If memory ran out, end other "
         "programs; if not, export the bundle again."
     )

@@ -168,7 +168,7 @@ class _OpenVinoDecoder(Decoder):
         self._in_use = in_use = list[_OpenVinoEngine]()
         self._engine = wrap(lambda inputs: in_use[-1](inputs))
 
-    def new_cache(self) -> _OpenVinoCache:
+    def new_cache(self, expected: int = 0) -> _OpenVinoCache:
         return _OpenVinoCache(_OpenVinoEngine(self._compiled))
 
     def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
@@ -187,7 +187,7 @@ class _OpenVinoDecoder(Decoder):
     def save(self, cache: _OpenVinoCache, rows: int) -> dict[str, Array]:
         return {name: state[:, :, :rows].copy() for name, state in cache.engine.states().items()}
 
-    def restore(self, saved: dict[str, Array], rows: int, length: int) -> _OpenVinoCache:
+    def restore(self, saved: dict[str, Array], rows: int, length: int, expected: int = 0) -> _OpenVinoCache:
         cache = self.new_cache()
         cache.engine.set_states({name: state[:, :, :rows] for name, state in saved.items()})
         cache.length = rows
@@ -205,7 +205,8 @@ def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
 
 def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
+    provider = OrtWithOpenVinoBackend.provider
+    return opened(lambda: OrtWithOpenVinoBackend(name, threads, compute), name, provider, built)
 
 
 OF_OPENVINO = "vision"

@@ -1,37 +1,29 @@
 """The backend of TensorRT.
 
-Only `numpy` and `elapsed_ms` wait for the device: output shapes follow from input shapes, and stream order keeps
-memory safe. Never run on a GPU yet; tested with fakes of the library and the device.
+Output shapes follow from input shapes, and stream order keeps memory safe, so calls never wait for the device. Never
+run on a GPU yet; tested with fakes of the library and the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from math import prod
 from typing import Any
-
-import numpy as np
 
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.memory import compared_sizes, gigabytes
-from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.device_memory import DeviceMemory
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, fixed_room, row_runs
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.tensorrt.engine import (
-    ActivationMemory,
-    CudaGraphs,
-    DeviceTensor,
-    Session,
-    TensorRTEngine,
-)
-from sinkprune.runtime.device.cuda import Device, MemoryPool, open_device
+from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
+from sinkprune.runtime.device.captures import Captures
+from sinkprune.runtime.device.cuda import Device, open_device
 from sinkprune.runtime.system import Turns
 
 _INSTALL = {
@@ -80,11 +72,8 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
-class TensorRTBackend(Backend, CacheMemory):
-    """TensorRT or TensorRT-RTX on a device, with engines that fit both.
-
-    Tensors are `DeviceTensor`. All work is enqueued on the device's only stream.
-    """
+class TensorRTBackend(DeviceMemory, Backend):
+    """TensorRT or TensorRT-RTX on a device, with engines that fit both."""
 
     threads = 1
     """The CPU thread that enqueues."""
@@ -106,10 +95,10 @@ class TensorRTBackend(Backend, CacheMemory):
         self.name = name
         self.compute, self.cache = "the graphs' types", "the graphs' type"
         self.versions = {name: library.__version__, "gpu": device.name, "cuda_graphs": str(device.has_graphs).lower()}
-        self._device, self._built = device, built
-        self._pool = MemoryPool(device)
+        super().__init__(device, Captures(device))
+        self._built = built
         log = new_error_log(library)
-        self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
+        self._session = Session(library, self, ActivationMemory(device), log.errors)
         self._runtime = library.Runtime(log)
         self.turn = Turns()
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
@@ -126,7 +115,7 @@ class TensorRTBackend(Backend, CacheMemory):
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
-        free, _ = self._device.memory()
+        free, _ = self.gpu.memory()
         self._session.errors.clear()
         # Mapped, not read: gigabytes must not be in host and device memory at once, which boards share.
         with model.file.mapped() as serialized:
@@ -139,57 +128,6 @@ class TensorRTBackend(Backend, CacheMemory):
             )
         spec = self._built.engines.manifest.engines[model.graph]
         return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
-
-    def tensor(self, array: Array) -> DeviceTensor:
-        array = np.ascontiguousarray(array)
-        tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
-        self._device.copy_in(tensor.address, array)
-        return tensor
-
-    def numpy(self, tensor: DeviceTensor) -> Array:
-        """Return `tensor` as a host array; waits until all work enqueued so far is done."""
-        array = np.empty(tensor.shape, tensor.dtype)
-        self._device.copy_out(array, tensor.address)
-        return array
-
-    def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
-        """Return [1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
-        width, dtype = parts[0].shape[-1], parts[0].dtype
-        shape, row = (1, len(order), width), width * dtype.itemsize
-        joined = DeviceTensor(self._pool.allocate(len(order) * row), shape, dtype)
-        for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
-            self._device.copy(joined.address + place * row, parts[part].address + first * row, count * row)
-        return joined
-
-    def rows(self, tensor: DeviceTensor) -> int:
-        return tensor.shape[1]
-
-    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[DeviceTensor]:
-        size = prod(shape) * dtype.itemsize
-        return [DeviceTensor(self._pool.allocate(size), shape, dtype) for _ in range(count)]
-
-    def copy_rows(self, pairs: Iterable[tuple[DeviceTensor, DeviceTensor]], place: int, rows: int) -> None:
-        for source, target in pairs:
-            _, heads, given, size = source.shape
-            row, room = size * source.dtype.itemsize, target.shape[2]
-            self._device.copy_lines(
-                target.address + place * row, room * row, source.address, given * row, rows * row, heads
-            )
-
-    def zero_rows(self, targets: Iterable[DeviceTensor], first: int) -> None:
-        for target in targets:
-            _, heads, room, size = target.shape
-            row = size * target.dtype.itemsize
-            if first < room:
-                self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
-
-    def mark(self) -> Any:
-        # While another thread captures a graph, the event would be captured too.
-        with self.turn:
-            return self._device.record_event()
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        return self._device.elapsed_ms(start, end)
 
     @staticmethod
     def _check_memory(built: BuiltEngines, device: Device) -> None:

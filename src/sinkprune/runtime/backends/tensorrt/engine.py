@@ -2,78 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.bundle import EngineSpec, OptimisationProfile, Range
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
+from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor, Shape, Shapes
+from sinkprune.runtime.device.captures import Capture, captured_on_stream
+from sinkprune.runtime.device.cuda import Address, Device
 
-# The number of calls that are captured, and of input shapes whose profile and output shapes are cached.
+# The number of input shapes whose profile and output shapes are cached.
 _REMEMBERED = 4096
-
-
-class CudaGraphs:
-    """Runs a call eagerly the first time, captures it the second time and replays it from then on.
-
-    The key holds every shape and every address the call depends on, so a replay does what the call would do.
-    At most `most` keys are remembered; the oldest goes first.
-    """
-
-    def __init__(self, device: Device, most: int = _REMEMBERED) -> None:
-        self._device, self._most = device, most
-        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Run `enqueue`, or replay its graph, on the device's stream. The same `key` must mean the same work.
-
-        Raises what `enqueue` and the device raise.
-        """
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._device.replay(graph)
-            return
-        # TensorRT updates its state in the first call with new shapes, which must not be captured.
-        enqueue()
-        self._graphs[key] = self._capture(enqueue) if key in self._graphs else None
-        if len(self._graphs) > self._most:
-            self._graphs.popitem(last=False)
-
-    def _capture(self, enqueue: Callable[[], None]) -> Any:
-        self._device.begin_capture()
-        try:
-            enqueue()
-        finally:
-            # Also after an error, a stream must not stay in capture.
-            graph = self._device.end_capture()
-        return graph
-
-
-Shape = tuple[int, ...]
-Shapes = tuple[Shape, ...]
-
-DECODE = "decode"
-"""The optimisation profile whose calls repeat for each token, and are captured."""
-
-
-class DeviceTensor:
-    """A tensor in device memory; its memory returns to the pool with the last reference to it."""
-
-    __slots__ = ("_block", "dtype", "shape")
-
-    def __init__(self, block: Block, shape: Shape, dtype: np.dtype[Any]) -> None:
-        self._block, self.shape, self.dtype = block, shape, dtype
-
-    @property
-    def address(self) -> Address:
-        """The device address of the tensor's first element."""
-        return self._block.address
 
 
 class ActivationMemory:
@@ -104,12 +47,15 @@ class Session:
     """The parts that all engines of a TensorRT backend share."""
 
     library: Any
-    device: Device
-    pool: MemoryPool
+    memory: DeviceMemory
     activations: ActivationMemory
-    graphs: CudaGraphs
     errors: list[str]
     """TensorRT's errors since the list was last cleared."""
+
+    @property
+    def device(self) -> Device:
+        """The device that all engines run on."""
+        return self.memory.gpu
 
     def reason(self) -> str:
         """Return a colon and TensorRT's errors without a full stop, to end a sentence; "" if there are none."""
@@ -136,9 +82,7 @@ class TensorRTEngine:
         _check_as_listed(graph, library, engine, spec, self._inputs)
         session.activations.reserve(engine.device_memory_size_v2)
         self._optimisation_profiles = [
-            _OptimisationProfile(
-                name, _context(session, graph, engine, number, name), ranges, self._inputs, outputs, session
-            )
+            _OptimisationProfile(graph, engine, number, name, ranges, self._inputs, outputs, session)
             for number, (name, ranges) in enumerate(spec.optimisation_profiles.items())
         ]
         self._optimisation_profile = lru_cache(_REMEMBERED)(self._choose)
@@ -150,24 +94,22 @@ class TensorRTEngine:
         """
         tensors = [inputs[name] for name in self._inputs]
         shapes = tuple(tensor.shape for tensor in tensors)
-        profile, pool = self._optimisation_profile(shapes), self._session.pool
+        profile, memory = self._optimisation_profile(shapes), self._session.memory
         outputs = []
         for (name, dtype), shape in zip(self._outputs.items(), profile.output_shapes(shapes), strict=True):
             if name in self._in_place:
                 outputs.append(inputs[self._in_place[name]])
             else:
-                outputs.append(DeviceTensor(pool.allocate(prod(shape) * dtype.itemsize), shape, dtype))
+                outputs.append(memory.empty(shape, dtype))
         addresses = tuple(tensor.address for tensor in (*tensors, *outputs))
-
-        def enqueue() -> None:
-            profile.enqueue(shapes, addresses)
-
-        if _is_captured(profile.name, self._session.device):
-            # Output shapes follow from input shapes.
-            key = (self._graph, profile.name, shapes, addresses, self._session.activations.address)
-            self._session.graphs.run(key, enqueue)
-        else:
-            enqueue()
+        # Output shapes follow from input shapes.
+        key = (profile.name, shapes, addresses, self._session.activations.address)
+        memory.captures.run(
+            self._graph,
+            key,
+            lambda: profile.enqueue(shapes, addresses),
+            lambda: profile.capture(shapes, addresses),
+        )
         return dict(zip(self._outputs, outputs, strict=True))
 
     def _choose(self, shapes: Shapes) -> _OptimisationProfile:
@@ -189,15 +131,18 @@ class _OptimisationProfile:
 
     def __init__(
         self,
+        graph: str,
+        engine: Any,
+        number: int,
         name: str,
-        context: Any,
         ranges: OptimisationProfile,
         inputs: list[str],
         outputs: list[str],
         session: Session,
     ) -> None:
         self.name = name
-        self._context, self._session = context, session
+        self._new_context = partial(_context, session, graph, engine, number)
+        self._context, self._session = self._new_context(captured=False), session
         self._inputs, self._outputs = inputs, outputs
         self._ranges = [ranges[tensor] for tensor in inputs]
         self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
@@ -213,17 +158,30 @@ class _OptimisationProfile:
 
     def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
         """Enqueue a call; `addresses` are those of the inputs, then those of the outputs."""
+        self._enqueue(self._context, shapes, addresses)
+
+    def capture(self, shapes: Shapes, addresses: tuple[Address, ...]) -> Capture:
+        """Run a call and capture it, with a context of its own.
+
+        A graph is valid for as long as the context that it was captured from does not change.
+        Source: TensorRT's developer guide, "CUDA Graphs".
+        """
+        context = self._new_context(captured=True)
+        made = captured_on_stream(self._session.device, lambda: self._enqueue(context, shapes, addresses))
+        return made._replace(held=context)
+
+    def _enqueue(self, context: Any, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
         activations = self._session.activations
         self._session.errors.clear()
-        self._set_shapes(shapes)
+        self._set_shapes(context, shapes)
         for name, address in zip((*self._inputs, *self._outputs), addresses, strict=True):
-            self._context.set_tensor_address(name, address)
-        self._context.set_device_memory(activations.address, activations.size)
-        if not self._context.execute_async_v3(self._session.device.stream):
+            context.set_tensor_address(name, address)
+        context.set_device_memory(activations.address, activations.size)
+        if not context.execute_async_v3(self._session.device.stream):
             raise BackendError(f"TensorRT refused to enqueue an engine{self._session.reason()}.")
 
     def _infer(self, shapes: Shapes) -> Shapes:
-        self._set_shapes(shapes)
+        self._set_shapes(self._context, shapes)
         unknown = self._context.infer_shapes()
         if unknown:
             raise BackendError(
@@ -231,19 +189,15 @@ class _OptimisationProfile:
             )
         return tuple(tuple(self._context.get_tensor_shape(name)) for name in self._outputs)
 
-    def _set_shapes(self, shapes: Shapes) -> None:
+    def _set_shapes(self, context: Any, shapes: Shapes) -> None:
         for name, shape in zip(self._inputs, shapes, strict=True):
-            if not self._context.set_input_shape(name, shape):
+            if not context.set_input_shape(name, shape):
                 raise BackendError(
                     f"TensorRT does not take shape {list(shape)} for input '{name}'{self._session.reason()}."
                 )
 
 
-def _is_captured(profile: str, device: Device) -> bool:
-    return device.has_graphs and profile == DECODE
-
-
-def _context(session: Session, graph: str, engine: Any, number: int, profile: str) -> Any:
+def _context(session: Session, graph: str, engine: Any, number: int, *, captured: bool) -> Any:
     """Return an execution context of an optimisation profile, without activation memory of its own."""
     library, device = session.library, session.device
     strategy: Any = library.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -251,7 +205,7 @@ def _context(session: Session, graph: str, engine: Any, number: int, profile: st
         # Otherwise TensorRT-RTX would swap in kernels compiled for a shape later, which captured graphs miss.
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        if _is_captured(profile, device):
+        if captured:
             config.dynamic_shapes_kernel_specialization_strategy = (
                 library.DynamicShapesKernelSpecializationStrategy.NONE
             )

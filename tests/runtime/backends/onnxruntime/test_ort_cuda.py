@@ -1,0 +1,279 @@
+"""Backend ort-cuda without a GPU: the library and the device are stand-ins, backend and chain are the real ones.
+
+What is not seen here: what CUDA can capture, and how fast it is. test_ort_cuda_gpu.py captures on a real GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Policy, Session
+from sinkprune.contract.errors import BackendError, NumericsError
+from sinkprune.runtime.backends.onnxruntime import cuda
+from sinkprune.runtime.backends.onnxruntime.cuda import BEST
+from sinkprune.runtime.device.captures import LEAST_BYTES
+from support.models.small_models import PI0_SHAPES, PI05_SHAPES
+from support.references.pi0 import INSTRUCTION
+from support.references.same_answers import assert_equal
+from support.references.steps import ask
+from support.stand_ins.fake_device import FakeDevice
+from support.stand_ins.fake_ort_cuda import CudaRig, FakeOrtCuda, cuda_backend
+
+BUDGETS = ("none", "retain-64")
+DIALECTS = ["opset24", "opset20"]
+
+
+@pytest.fixture
+def rig(bundle: Callable[..., Path]) -> CudaRig:
+    return CudaRig(bundle("gqa-112", budgets=BUDGETS[1:]))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_answers_are_those_of_the_cpu_run_captured_and_replayed(
+    dialect: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    root = bundle("gqa-112", budgets=BUDGETS[1:], dialect=dialect)
+    rig, theirs = CudaRig(root), Pipeline.load(root, threads=1)
+    ours = rig.pipeline()
+    # Budgets take turns, and other pictures come: addresses hold other values.
+    for turn in range(3):
+        for budget in BUDGETS:
+            assert_equal(ours, theirs, photo.rotate(turn), budget=budget)
+    for _ in range(2):
+        ask(ours, photo, "retain-64", 3)
+    with rig.counted() as calls:
+        ask(ours, photo, "retain-64", 3)
+    assert calls["replayed graph"] == 6 + 3 * (len(ours.chain.decoders) + 1)
+    assert "captured graph" not in calls and "allocate" not in calls
+    assert rig.report.not_captured == {}
+
+
+def test_every_graph_is_captured_at_its_second_use(rig: CudaRig, photo: Image.Image) -> None:
+    ours = rig.pipeline()
+    for named in ({}, {"captured graph"}, {"replayed graph"}, {"replayed graph"}):
+        with rig.counted() as calls:
+            ask(ours, photo, "retain-64", 1)
+        assert calls.keys() & {"captured graph", "replayed graph"} == set(named)
+    plan = rig.bundle.manifest.plan("sinkpruner", "retain-64")
+    decoders = {f"decoder_{segment}" for segment in range(len(ours.chain.decoders))}
+    assert plan and rig.report.graphs.keys() == {"vision", "projector", "head", *plan.graphs, *decoders}
+
+
+def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Image.Image) -> None:
+    ours = rig.pipeline()
+    for _ in range(2):
+        ask(ours, photo, "retain-64", 3)
+    # The observer of `ask` reads nothing from the device.
+    start = len(rig.device.calls)
+    ask(ours, photo, "retain-64", 3)
+    calls = [call for call in rig.device.calls[start:] if call in ("copy_out", "synchronize", "replayed graph")]
+    segments = len(ours.chain.decoders)
+    first = calls.index("copy_out")
+    assert calls[:first] == ["replayed graph"] * (6 + segments + 1)
+    # Between two tokens, one read.
+    last = calls[-2 * (segments + 2) :]
+    assert last == (["replayed graph"] * (segments + 1) + ["copy_out"]) * 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "logits",
+    [[0, 3, 1], [3, 0, 3], [-1, -1, -2], [0.0, -0.0, -1], [-60000, -60001, -60002], [1, np.nan, 2], [-np.inf, 0, 1]],
+    ids=str,
+)
+def test_the_best_token_is_found_on_the_device(dtype: type, logits: list[float]) -> None:
+    device = FakeDevice()
+    backend = cuda_backend(FakeOrtCuda(device))
+    array = np.array([logits], dtype)
+    for _ in range(4):
+        device.calls.clear()
+        index, finite = backend.best(backend.tensor(array))
+        assert finite == np.isfinite(array).all()
+        if finite:
+            assert index == np.argmax(array)
+    assert device.calls == ["copy_in", "replayed graph", "copy_out"]
+
+
+def test_greedy_answers_leave_their_logits_on_the_device(rig: CudaRig, photo: Image.Image) -> None:
+    ours, theirs = rig.pipeline(), Pipeline.load(rig.bundle, threads=1)
+    found = dict[str, Any]()
+    for options in ({}, {"temperature": 0.7, "seed": 1}, {"repetition_penalty": 1.3}, {"min_new_tokens": 6}):
+        own, other = (pipe.generate(photo, "What?", max_new_tokens=6, **options) for pipe in (ours, theirs))
+        assert own.token_ids == other.token_ids
+        # Only the first answer is greedy and may have any token.
+        assert found.setdefault(BEST, rig.report.graphs[BEST]) == rig.report.graphs[BEST]
+
+
+def test_features_that_are_not_finite_are_refused_at_the_first_token(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = rig.pipeline()
+    vision = ours.chain.vision
+
+    def broken(inputs: Any) -> Any:
+        outputs = vision(inputs)
+        return outputs | {"norms": rig.backend.tensor(np.full(outputs["norms"].shape, np.nan, np.float32))}
+
+    monkeypatch.setattr(ours.chain, "vision", broken)
+    for budget in BUDGETS:
+        with pytest.raises(NumericsError, match="the vision tower gave norms or salience that are not finite"):
+            ask(ours, photo, budget, 2)
+
+
+def test_an_answer_keeps_its_shapes_however_long_it_is(rig: CudaRig, photo: Image.Image) -> None:
+    ours, theirs = rig.pipeline(), Pipeline.load(rig.bundle, threads=1)
+    # More tokens than a cache grows by at once.
+    answer, logits = ask(ours, photo, "retain-64", 80)
+    expected, others = ask(theirs, photo, "retain-64", 80)
+    assert answer.token_ids == expected.token_ids
+    np.testing.assert_allclose(logits, others, rtol=1e-3, atol=1e-3 * float(np.abs(others).max()))
+    # The second token runs, the third is captured, all others are replayed.
+    assert rig.report.graphs["decoder_0"] == {"captured": 1, "replayed": 77, "released": 0}
+
+
+def test_a_capture_without_weights_has_a_session_with_constant_sizes(rig: CudaRig, photo: Image.Image) -> None:
+    ours = rig.pipeline()
+    for _ in range(2):
+        ask(ours, photo, "retain-64", 1)
+    capturing = [session for session in rig.library.sessions if session.captures]
+    assert {len(session.graphs) for session in capturing} == {1}
+    selects = [session for session in capturing if "visual_index" in session.types]
+    assert len(selects) == 3
+    assert all(isinstance(size, int) for session in selects for value in session.get_inputs() for size in value.shape)
+
+
+def test_the_least_recently_used_graphs_go_first_and_memory_stays_bounded(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = rig.pipeline()
+    monkeypatch.setattr(rig.backend.captures, "_most", 25 * LEAST_BYTES)
+    draw = np.random.default_rng(0)
+    expected = dict[tuple[str, int], list[int]]()
+    for _ in range(60):
+        budget, words = str(draw.choice(BUDGETS)), int(draw.integers(1, 6))
+        answer = ours.generate(photo, "word " * words, budget=budget, max_new_tokens=2, min_new_tokens=2)
+        assert expected.setdefault((budget, words), answer.token_ids) == answer.token_ids
+        assert rig.report.bytes <= 25 * LEAST_BYTES
+    released = sum(counts["released"] for counts in rig.report.graphs.values())
+    assert released > 0
+    # Of graphs with weights, the library is told.
+    assert any(session.released for session in rig.library.sessions)
+    # Sessions that are replaced are freed, but for the stand-in's own list.
+    held = sum(len(session.graphs) for session in rig.library.sessions if "visual_index" not in session.types)
+    assert held <= 25 + released
+
+
+def test_a_session_captures_so_many_graphs_at_most(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_MOST_NUMBERS", 1)
+    ours = rig.pipeline()
+    for _ in range(3):
+        ask(ours, photo, "retain-64", 2)
+    # The prefill of each decoder is captured and replayed. Its tokens run as they are.
+    assert rig.report.graphs["decoder_0"] == {"captured": 1, "replayed": 1, "released": 0}
+    assert rig.report.not_captured["decoder_0"].startswith("1 sets of shapes")
+    theirs = Pipeline.load(rig.bundle, threads=1)
+    assert_equal(ours, theirs, photo, budget="retain-64")
+
+
+@pytest.mark.parametrize("input_name", ["past_length", "visual_index"])
+def test_a_graph_that_the_library_refuses_to_capture_runs_and_is_reported(
+    input_name: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    root = bundle("gqa-112", budgets=BUDGETS[1:])
+    rig, theirs = CudaRig(root, lambda inputs: input_name in inputs), Pipeline.load(root, threads=1)
+    ours = rig.pipeline()
+    for _ in range(3):
+        assert_equal(ours, theirs, photo, budget="retain-64")
+    refused = rig.report.not_captured
+    assert refused and all("cannot use the graph capture feature" in reason for reason in refused.values())
+    assert not refused.keys() & rig.report.graphs.keys()
+
+
+def test_a_call_that_fails_while_it_is_captured_runs_as_it_is(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = rig.pipeline()
+    expected = ask(ours, photo, "retain-64", 2)[0].token_ids
+    own = rig.backend.run_options
+    monkeypatch.setattr(rig.backend, "run_options", lambda number: own(number) if number < 0 else None)
+    for _ in range(2):
+        assert ask(ours, photo, "retain-64", 2)[0].token_ids == expected
+    assert "head" in rig.report.not_captured and not rig.device.capturing
+
+
+def test_an_error_of_the_library_names_graph_and_shapes(rig: CudaRig) -> None:
+    head, tensor = rig.pipeline().chain.last, rig.backend.tensor
+    with pytest.raises(BackendError, match=r"graph 'head' failed in onnxruntime on hidden \[1, 2, 3\]: "):
+        head({"hidden": tensor(np.zeros((1, 2, 3), np.float32))})
+
+
+def test_threads_answer_alike(rig: CudaRig, photo: Image.Image) -> None:
+    ours = rig.pipeline()
+
+    def answer(seed: int) -> list[int]:
+        return ask(ours, photo.rotate(seed), BUDGETS[seed % 2], 3)[0].token_ids
+
+    expected = [answer(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            assert list(threads.map(answer, range(4))) == expected
+
+
+def test_sessions_and_streams_that_are_cancelled_change_no_answer(rig: CudaRig, photo: Image.Image) -> None:
+    theirs = Pipeline.load(rig.bundle, threads=1)
+    pairs = [(Session(pipe), pipe) for pipe in (rig.pipeline(), theirs)]
+    for question in ("What is this?", "What is on the left?", "What is this?") * 2:
+        streams = []
+        for session, pipe in pairs:
+            # Two answers at once, one of which is left in the middle.
+            stream = pipe.stream(photo, question, budget="retain-64", max_new_tokens=9, min_new_tokens=9)
+            next(iter(stream))
+            answer = session.generate(photo, question, budget="retain-64", max_new_tokens=5, min_new_tokens=5)
+            stream.cancel()
+            streams.append(answer.token_ids)
+        assert streams[0] == streams[1]
+    assert any(counts["replayed"] for counts in rig.report.graphs.values())
+
+
+@pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])
+def test_chunks_of_actions_are_those_of_the_cpu(name: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    rig = CudaRig(bundle(name, budgets=("prune-77.8",), max_images=2))
+    ours, theirs = rig.policy(), Policy.load(rig.bundle, threads=1)
+
+    def act(policy: Policy, seed: int, budget: str) -> np.ndarray[Any, Any]:
+        state = np.random.default_rng(seed).uniform(-1, 1, len(policy.facts.usual_state))
+        frames = [photo.rotate(seed), photo]
+        return policy.act(frames, INSTRUCTION, state, budget=budget, seed=seed, steps=3).actions
+
+    for seed in range(5):
+        for budget in ("none", "prune-77.8"):
+            np.testing.assert_allclose(act(ours, seed, budget), act(theirs, seed, budget), atol=1e-5)
+    expert = rig.report.graphs["expert"]
+    # The steps of a chunk lie at other addresses, those of the next chunk do not.
+    assert expert == {"captured": 6, "replayed": 18, "released": 0}
+
+
+def test_sessions_are_made_in_a_turn_and_all_backends_share_it(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs = [CudaRig(bundle("gqa-112", budgets=BUDGETS[1:])) for _ in range(2)]
+    assert rigs[0].backend.turn is rigs[1].backend.turn
+    own = rigs[0].library.InferenceSession
+
+    def session(*given: Any, **named: Any) -> Any:
+        # Another thread may capture meanwhile.
+        assert rigs[0].backend.turn._holder == get_ident()  # type: ignore[attr-defined]
+        return own(*given, **named)
+
+    monkeypatch.setattr(rigs[0].library, "InferenceSession", session)
+    rigs[0].pipeline()
