@@ -300,7 +300,7 @@ class _PrefillDecoder(Decoder):
     def __init__(self, prompts: Decoder, tokens: Decoder, backend: OpenVinoPrefillBackend) -> None:
         self._prompts, self._tokens, self._backend = prompts, tokens, backend
 
-    def new_cache(self) -> _PrefillCache:
+    def new_cache(self, expected: int = 0) -> _PrefillCache:
         return _PrefillCache(self._prompts.new_cache())
 
     def __call__(self, inputs: Mapping[str, Any], cache: _PrefillCache) -> dict[str, Any]:
@@ -322,5 +322,5 @@ class _PrefillDecoder(Decoder):
         held = self.keys_and_values(cache)
         return {name.removeprefix("past_"): tensor.numpy()[:, :, :rows].copy() for name, tensor in held.items()}
 
-    def restore(self, saved: dict[str, Array], rows: int, length: int) -> _PrefillCache:
+    def restore(self, saved: dict[str, Array], rows: int, length: int, expected: int = 0) -> _PrefillCache:
         return _PrefillCache(self._prompts.restore(saved, rows, length))
