@@ -12,13 +12,16 @@ from threading import get_ident
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Policy, Session
 from sinkprune.contract.errors import BackendError, NumericsError
+from sinkprune.runtime.backends.models import message_class
 from sinkprune.runtime.backends.onnxruntime import cuda
 from sinkprune.runtime.backends.onnxruntime.cuda import BEST
+from sinkprune.runtime.backends.onnxruntime.small_graphs import ELEMENT_TYPES, add_value, with_sizes_on_device
 from sinkprune.runtime.device.captures import LEAST_BYTES
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
@@ -277,3 +280,30 @@ def test_sessions_are_made_in_a_turn_and_all_backends_share_it(
 
     monkeypatch.setattr(rigs[0].library, "InferenceSession", session)
     rigs[0].pipeline()
+
+
+def test_a_policy_s_sizes_are_made_on_the_gpu_and_other_graphs_are_left_as_they_are(
+    bundle: Callable[..., Path],
+) -> None:
+    roots = bundle("gqa-112", budgets=BUDGETS[1:]), bundle(min(PI0_SHAPES), budgets=("prune-77.8",), max_images=2)
+    changed = [
+        {path.name for path in (root / "graphs").glob("*.onnx") if with_sizes_on_device(path.read_bytes())}
+        for root in roots
+    ]
+    # Rows of a policy's prefix see all rows, so their masks compare with a size.
+    assert changed[0] == set()
+    assert changed[1] == {path.name for path in (roots[1] / "graphs").glob("decoder_*.onnx")}
+
+
+def test_a_size_on_the_gpu_is_the_size() -> None:
+    model = message_class("Model")(ir_version=8)
+    model.opset_import.add(version=18)
+    add_value(model.graph.input, "x", ELEMENT_TYPES["int64"], ("S",))
+    add_value(model.graph.output, "y", ELEMENT_TYPES["int64"], ("S",))
+    for operator, inputs, output in (("Shape", ["x"], "size"), ("Max", ["x", "size"], "y")):
+        model.graph.node.add(op_type=operator, input=inputs, output=[output], name=output)
+    onnx = with_sizes_on_device(model.SerializeToString())
+    session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
+    for x in ([5, 0], [0], [1, 2, 3, 9]):
+        np.testing.assert_array_equal(session.run(None, {"x": np.array(x)})[0], np.maximum(x, len(x)))
+    assert "Range" in [node.op_type for node in message_class("Model").FromString(onnx).graph.node]
