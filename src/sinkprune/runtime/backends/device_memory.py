@@ -113,9 +113,10 @@ class DeviceMemory(CacheMemory):
                 self.gpu.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def mark(self) -> Any:
-        # While another thread captures a graph, the event would be captured too.
+        # While another thread captures a graph, the event would be captured too, and a wait would end the capture.
         with self.turn:
             return self.gpu.record_event()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        return self.gpu.elapsed_ms(start, end)
+        with self.turn:
+            return self.gpu.elapsed_ms(start, end)

@@ -23,6 +23,7 @@ from sinkprune.runtime.backends.onnxruntime import cuda
 from sinkprune.runtime.backends.onnxruntime.cuda import BEST
 from sinkprune.runtime.backends.onnxruntime.small_graphs import ELEMENT_TYPES, add_value, with_sizes_on_device
 from sinkprune.runtime.device.captures import LEAST_BYTES
+from sinkprune.runtime.hooks import Budgets
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_equal
@@ -84,6 +85,23 @@ def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Ima
     # Between two tokens, one read.
     last = calls[-2 * (segments + 2) :]
     assert last == (["replayed graph"] * (segments + 1) + ["copy_out"]) * 2
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_budget_that_is_chosen_by_the_clock_is_chosen_when_the_tower_is_done(
+    timed: bool, rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[int]()
+    own = Budgets.choose
+
+    def choose(self: Budgets, *given: Any) -> Any:
+        reads.append(rig.device.calls.count("copy_out"))
+        return own(self, *given)
+
+    monkeypatch.setattr(Budgets, "timed", timed)
+    monkeypatch.setattr(Budgets, "choose", choose)
+    ask(rig.pipeline(), photo, "retain-64", 1)
+    assert reads == [2 if timed else 0]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -89,7 +89,9 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         in_place = cache_names(model.spec) if form == "in-place" else {}
-        return BufferedDecoder(wrap(self._load_engine(model, in_place)), self, model.spec, form)
+        engine = wrap(self._load_engine(model, in_place))
+        with self.turn:
+            return BufferedDecoder(engine, self, model.spec, form)
 
     def _load_engine(self, model: Model, in_place: Mapping[str, str]) -> CudaEngine:
         def open_session(provider: Provider, sizes: Mapping[str, int]) -> Any:
