@@ -318,7 +318,7 @@ def test_a_size_on_the_gpu_is_the_size() -> None:
     model.opset_import.add(version=18)
     add_value(model.graph.input, "x", ELEMENT_TYPES["int64"], ("S",))
     add_value(model.graph.output, "y", ELEMENT_TYPES["int64"], ("S",))
-    for operator, inputs, output in (("Shape", ["x"], "size"), ("Max", ["x", "size"], "y")):
+    for operator, inputs, output in (("Size", ["x"], "size"), ("Max", ["x", "size"], "y")):
         model.graph.node.add(op_type=operator, input=inputs, output=[output], name=output)
     onnx = with_sizes_on_device(model.SerializeToString())
     session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])

@@ -131,3 +131,17 @@ def test_threads_share_captured_steps(bundle: Callable[..., Path], photo: Image.
         for _ in range(3):
             for found, other in zip(threads.map(act, range(8)), expected, strict=True):
                 np.testing.assert_allclose(found, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_every_graph_is_captured_and_sanitizers_run_kernels(
+    dialect: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs = pipeline("gqa-112")
+    ours = Pipeline.load(bundle("gqa-112", dialect=dialect), backend=BACKEND)
+    for turn in range(4):
+        assert_equal_at_both_ends(ours, theirs, photo.rotate(turn))
+    captured = ours.backend.captured()
+    assert captured is not None and captured.bytes <= captured.most_bytes
+    assert (captured.not_captured, captured.without_kernels) == ({}, {})
+    assert all(counts["replayed"] for counts in captured.graphs.values())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -298,14 +298,23 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(lambda: OrtBackend(name, threads, compute), name, OrtBackend.provider, built)
+    return opened(OrtBackend, name, threads, compute, built)
 
 
-def opened(new: Callable[[], OrtBackend], name: str, provider: Provider, built: BuiltEngines | None) -> OrtBackend:
-    """Return the `new` backend, if it fits the engines `built`; raises `BackendError` and `EnginesError`."""
+B = TypeVar("B", bound=OrtBackend)
+
+
+def opened(
+    kind: type[B],
+    name: str,
+    threads: int | None,
+    compute: Compute,
+    built: BuiltEngines | None,
+) -> B:
+    """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
-        built.check_processor(provider_name(provider))
-    backend = new()
+        built.check_processor(provider_name(kind.provider))
+    backend = kind(name, threads, compute)
     if built is not None:
         libraries = (version for library, version in backend.versions.items() if library != "gpu")
         built.check_library(KNOWN[name].target, "+".join(libraries))

@@ -29,7 +29,6 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     DTYPES,
     Provider,
     failed,
-    import_onnxruntime,
     session_options,
     words,
 )
@@ -62,10 +61,16 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
     device, provider = "cuda", CUDA
 
     def __init__(
-        self, name: str, threads: int | None, compute: Compute, library: Any, new_device: Callable[[], Device]
+        self,
+        name: str,
+        threads: int | None,
+        compute: Compute,
+        library: Any = None,
+        new_device: Callable[[], Device] = open_device,
     ) -> None:
+        """Take `library`, the module onnxruntime, and a new device, in tests those of stand-ins."""
         OrtBackend.__init__(self, name, threads, compute, library)
-        load_cuda_libraries(library)
+        load_cuda_libraries(self._ort)
         device = new_device()
         DeviceMemory.__init__(self, device, Captures(device))
         self.versions["gpu"] = device.name
@@ -278,11 +283,7 @@ class CudaEngine:
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-
-    def new() -> OrtBackend:
-        return OrtCudaBackend(name, threads, compute, import_onnxruntime(name), open_device)
-
-    return opened(new, name, CUDA, built)
+    return opened(OrtCudaBackend, name, threads, compute, built)
 
 
 def load_cuda_libraries(onnxruntime: Any) -> None:

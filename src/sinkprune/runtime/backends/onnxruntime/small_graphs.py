@@ -5,6 +5,7 @@ Made with protobuf alone: the package onnx is too large for a robot.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,7 @@ def best_graph(dtype: str, vocabulary: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
-_GIVE_TENSORS = {"Range", "ConstantOfShape", "Expand"}
-"""Operators that take sizes on the processor, and give a tensor on the GPU."""
+_FLOATS = {1, 10, 16}
 _ELEMENTWISE = {"Add", "And", "Div", "Equal", "Greater", "Less", "LessOrEqual", "Max", "Min", "Mul", "Sub", "Where"}
 
 
@@ -66,24 +66,30 @@ def sizes_of_graph(graph: Any) -> set[str]:
 
 
 def with_sizes_on_device(onnx: bytes) -> bytes | None:
-    """Return an ONNX file in which no size is copied to the GPU, which a capture forbids; None if it is so already.
+    """Return an ONNX file in which no single size is copied to the GPU, which a capture forbids; None for the same.
 
     `Range` takes a size on the processor and gives numbers on the GPU. The last of its numbers up to a size is that
     size.
     """
     model = message_class("Model").FromString(onnx)
     graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer}
+    single = {tensor.name for tensor in graph.initializer if prod(tensor.dims) == 1}
     sizes, nodes, moved = set[str](), list[Any](), set[str]()
     for node in graph.node:
         given = [name for name in node.input if name in sizes]
-        if node.op_type == "Constant":
-            constants.update(node.output)
-        elif node.op_type in ("Shape", "Size") or (
-            given and node.op_type not in _GIVE_TENSORS and sizes.union(constants).issuperset(node.input)
+        values = {attribute.name: attribute.i for attribute in node.attribute}
+        to_float = node.op_type == "Cast" and values["to"] in _FLOATS
+        if (
+            node.op_type == "Size"
+            or (node.op_type == "Shape" and values.get("end", 0) - values.get("start", 0) == 1)
+            or (
+                given
+                and node.op_type in _ELEMENTWISE | {"Squeeze", "Unsqueeze"}
+                and single.union(sizes).issuperset(node.input)
+            )
         ):
             sizes.update(node.output)
-        elif given and node.op_type in _ELEMENTWISE:
+        elif given and (node.op_type in _ELEMENTWISE or to_float):
             for name in given:
                 if name not in moved:
                     nodes += _moved(name)
@@ -106,14 +112,16 @@ _ON_DEVICE = "{}_on_device_{}"
 
 
 def _moved(name: str) -> list[Any]:
-    """Return the nodes that give a size [1] on the GPU."""
-    after, end, every, size = (_ON_DEVICE.format(name, number) for number in (3, 2, 1, 0))
+    """Return the nodes that give a size on the GPU, a number alone or in a list as it is on the processor."""
+    shape, last, after, end, every, size = (_ON_DEVICE.format(name, number) for number in (5, 4, 3, 2, 1, 0))
     node = message_class("Node")
     return [
         node(op_type="Add", input=[name, "sinkprune_1"], output=[after], name=after),
         node(op_type="Squeeze", input=[after], output=[end], name=end),
         node(op_type="Range", input=["sinkprune_0", end, "sinkprune_1"], output=[every], name=every),
-        node(op_type="Gather", input=[every, "sinkprune_last"], output=[size], name=size),
+        node(op_type="Gather", input=[every, "sinkprune_last"], output=[last], name=last),
+        node(op_type="Shape", input=[name], output=[shape], name=shape),
+        node(op_type="Reshape", input=[last, shape], output=[size], name=size),
     ]
 
 

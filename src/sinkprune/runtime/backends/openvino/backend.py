@@ -205,8 +205,7 @@ def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
 
 def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    provider = OrtWithOpenVinoBackend.provider
-    return opened(lambda: OrtWithOpenVinoBackend(name, threads, compute), name, provider, built)
+    return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
 
 
 OF_OPENVINO = "vision"
