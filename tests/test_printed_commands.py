@@ -46,7 +46,7 @@ BUNDLES = (
 """The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-7b": ("qwen", {"budgets": ("prune-80",), "max_frames": 8}),
-    "policy": ("pi0", {"budgets": ("prune-77.8",)}),
+    "policy": ("pi0", {"budgets": ("prune-80",)}),
 }
 """The small checkpoint of a bundle, and its options, where they are others than usual."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
