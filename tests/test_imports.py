@@ -91,6 +91,7 @@ _INNER = {
         "BuiltEngines",
         "Engine",
         "PolicyFacts",
+        "Frame",
         "SampledFrames",
         "Histogram",
         "Sampler",

@@ -19,9 +19,8 @@ from sinkprune.deadlines import measuring
 from sinkprune.deadlines.costs import Prediction
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
-from sinkprune.runtime import recipe
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.steps import pictures
+from sinkprune.runtime.steps import loaded_model, pictures
 from sinkprune.runtime.system import OtherLoad
 from sinkprune.serving.choice_scores import logits_of_rows
 from sinkprune.serving.forms import Grammars
@@ -99,7 +98,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), recipe.pixels_of, DeadlinePolicy.choose
+    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), loaded_model.pixels_of, DeadlinePolicy.choose
     pipeline.warm_up(photo, QUESTION, seconds=0)
     seen, alive = list[Any](), list[Any]()
 
@@ -112,7 +111,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
         alive.append(seen[0]())
         return choose(*given)
 
-    monkeypatch.setattr(recipe, "pixels_of", noted)
+    monkeypatch.setattr(loaded_model, "pixels_of", noted)
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]

@@ -126,7 +126,7 @@ class EnginesManifest:
     """The library's build options and the build machine, by the flag's name."""
     limits: Limits
     engines: dict[str, EngineSpec]
-    """The engines by graph name, as in the bundle."""
+    """The engines by graph name, as in the bundle, and for TensorRT those of the graphs that prepare frames."""
     files: dict[str, FileSpec]
     """Size and sha256 of every file of the folder but `engines.json`, by its path relative to the folder."""
 

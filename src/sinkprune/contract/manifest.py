@@ -204,7 +204,7 @@ EXPERT = "expert"
 MODULATION = "modulation"
 """The graph of what a policy's expert reads of a step's time, where that is much."""
 
-Dtype = Literal["float32", "float16", "int64", "bool"]
+Dtype = Literal["float32", "float16", "int64", "bool", "uint8"]
 DialectName = Literal["opset24", "opset20"]
 """The operators of the graphs, by their ONNX opset. TensorRT 10.3 (JetPack 6) needs opset 20."""
 RepetitionPenalty = Annotated[float, Bounds(0.01, 100.0)]

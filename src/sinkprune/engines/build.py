@@ -43,6 +43,7 @@ from sinkprune.contract.files.folders import (
     sync_tree,
     unlisted_files,
 )
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs, sha256
 from sinkprune.contract.files.output_files import check_in_no_bundle
 from sinkprune.contract.files.trust import ANY, Sign
@@ -51,11 +52,13 @@ from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.comparing import Gate
 from sinkprune.engines.preflight import check_memory, disk_bytes, need_and_free
-from sinkprune.engines.profiles import optimisation_profiles
+from sinkprune.engines.profiles import frame_profiles, optimisation_profiles
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm
 
 _ENGINES = "engines"
 _BUILDING = "building"
@@ -202,6 +205,8 @@ def build_engines(
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}
+    form = load_family(bundle.manifest).frame_form() if builder.prepares_frames else None
+    total = len(profiles) + len(form.graphs if form else ())
     plan = EnginesManifest(
         format_version=FORMAT_VERSION,
         sinkprune_version=version("sinkprune"),
@@ -230,10 +235,12 @@ def build_engines(
                 gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
             try:
                 _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
+                if form is not None:
+                    _build_frames(form, work, builder, progress)
             except SinkpruneError as error:
                 if not work.manifest.engines:
                     raise
-                raise EnginesError(f"{error} {_kept(work, len(profiles))}") from error
+                raise EnginesError(f"{error} {_kept(work, total)}") from error
             with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
                 work.copy_to(root)
                 _copy_bundle_files(bundle, root / BUNDLE_FOLDER)
@@ -243,7 +250,7 @@ def build_engines(
                 if gate:
                     gate.check_answers(root, progress)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(_kept(work, len(profiles))) from interrupt
+            raise KeyboardInterrupt(_kept(work, total)) from interrupt
         if move and (strangers := unlisted_files(bundle.path, BUNDLE)):
             progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
         elif move:
@@ -314,6 +321,31 @@ def _build(
         for name in job.model.names if move else ():
             if not users[name]:
                 bundle.files[name].remove()
+
+
+def frame_jobs(form: FrameForm, folder: Path) -> Iterator[BuildJob]:
+    """Yield a job for each of a family's graphs of frames, whose files are written to `folder`."""
+    for name, profiles in frame_profiles(form).items():
+        path, spec = folder / f"{name}.onnx", form.graphs[name].spec(f"{name}.onnx")
+        path.write_bytes(form.graphs[name].model())
+        held = {path.name: HeldFile(path, EnginesError)}
+        yield BuildJob(Model(name, spec, path.name, held, 0), profiles, exact_fp32=True)
+
+
+def _build_frames(form: FrameForm, work: UnfinishedBuild, builder: Builder, progress: BuildProgress) -> None:
+    """Build the engines of a family's graphs of frames. No gate compares them, because their sums are exact."""
+    folder = work.place / COLUMNS_FIRST
+    folder.mkdir(exist_ok=True)
+    for job in frame_jobs(form, folder):
+        name, done = job.model.graph, len(work.manifest.engines)
+        if name in work.manifest.engines:
+            continue
+        progress.graph(name, done, done + 1)
+        file, start = f"engines/{builder.file_name(name)}", time.perf_counter()
+        built = builder.build(job, work.root / file, progress)
+        seconds = round(time.perf_counter() - start, 3)
+        spec = EngineSpec(file, job.optimisation_profiles, built.nodes, built.device_memory, seconds)
+        work.add(name, spec, builder.plugins)
 
 
 def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:

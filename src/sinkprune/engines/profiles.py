@@ -19,6 +19,7 @@ from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.frames import FrameForm
 
 # More than any model has. The positions of the bundle's model are checked too.
 MAX_PROMPT = WholeNumber("--max-prompt", 1, 10**7)
@@ -114,6 +115,14 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
         sizes = {name: _Span(*span) for name, span in family.vision_sizes(layout.tokens, layout.groups).items()}
         pictures[kind] = _Picture(manifest, layout, planned, sizes)
     return {graph: _of_graph(graph, manifest, limits, pictures) for graph in manifest.graphs}
+
+
+def frame_profiles(form: FrameForm) -> dict[str, OptimisationProfiles]:
+    """Return the optimisation profiles of a family's graphs of frames, by graph: one for frames of any usual size."""
+    sizes = {name: _Span(*span) for name, span in form.sizes.items()}
+    return {
+        name: {"prefill": _ranges(name, graph.spec(f"{name}.onnx"), sizes)} for name, graph in form.graphs.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def observed(
     policy = manifest.acting
     names, given = _frames(manifest, cameras)
     frames = ordered(given, order)
+    for frame in frames:
+        check_picture(frame)
     if noise is not None and seed is not None:
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
     shape = (policy.chunk, policy.action_dim)
@@ -256,8 +258,6 @@ def _frames(manifest: Manifest, cameras: Cameras) -> tuple[tuple[str, ...] | Non
     frames = [frame for frame in given if frame is not None]
     if not frames:
         raise ImageError("no camera has a frame, expected one at least.")
-    for frame in frames:
-        check_picture(frame)
     seen = zip(names or (), given, strict=False)
     return tuple(name for name, frame in seen if frame is not None) if names else None, frames
 

@@ -20,7 +20,7 @@ from sinkprune.contract.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.known import Compute, usual_backend
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.families import Fit, load_family
+from sinkprune.runtime.families import Family, Fit, load_family
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain, Wrap
 from sinkprune.runtime.steps.loaded_model import LoadedModel
@@ -29,6 +29,7 @@ from sinkprune.runtime.text.prompt import PromptEncoder
 
 if TYPE_CHECKING:
     from sinkprune.runtime.backends.compatibility import BuiltEngines
+    from sinkprune.runtime.frames import FrameGraph
 
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
@@ -195,4 +196,14 @@ def load_model(
         Embedding(bundle.files[EMBEDDING], manifest),
         Chain(manifest, backend, load, load_decoder, progress),
         PictureWarnings(),
+        _load_frames(backend, family),
     )
+
+
+def _load_frames(backend: Backend, family: Family) -> FrameGraph | None:
+    if not backend.prepares_frames:
+        return None
+    from sinkprune.runtime.frames import FrameGraph
+
+    form = family.frame_form()
+    return None if form is None else FrameGraph(backend, form)

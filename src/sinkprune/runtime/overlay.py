@@ -21,6 +21,7 @@ from sinkprune.contract.manifest import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
+from sinkprune.runtime.media.frame import Frame, as_image
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
 from sinkprune.runtime.steps.decoding import Kept
 from sinkprune.runtime.steps.pictures import PictureLike
@@ -306,6 +307,8 @@ def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
                 "pictures of the request, in their order."
             )
         return picture.read(seen)
+    if isinstance(picture, Frame):
+        return [as_image(picture)] * len(layout.views)
     image = read_image(picture) if isinstance(picture, (str, os.PathLike)) else to_rgb(picture)
     return [image] * len(layout.views)
 

@@ -179,7 +179,7 @@ class Pipeline(StaysInProcess, Answering):
 
     def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
-        inputs = self.family.inputs(decoded(image, self.family))
+        inputs = self._model.tower_inputs(decoded(image, self.family))
         clock = Stopwatch(self.backend)
         with self.backend.turn:
             return encode(self.chain, None, run_tower(self.chain, inputs, clock), clock)

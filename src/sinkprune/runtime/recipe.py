@@ -14,7 +14,7 @@ from sinkprune.runtime.media.picture_warnings import facts_of
 from sinkprune.runtime.steps.chain import encode
 from sinkprune.runtime.steps.decoding import PromptRun, prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
-from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
+from sinkprune.runtime.steps.pictures import PictureLike, layout_of
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.text.prompt import Prompt
 
@@ -46,10 +46,10 @@ def look(
     pictures = list[TowerInput]()
     for place, source in enumerate(sources):
         # One after the other, because the pixels of a large picture take hundreds of MB.
-        picture = pixels_of(source, model.family)
+        picture = model.picture_of(source)
         with clock.measure(whole), clock.measure("preprocess"):
             layout = layout_of(picture, source, model.family)
-            inputs = {} if rows.knows(place, picture, plan) else model.family.inputs(picture)
+            inputs = {} if rows.knows(place, picture, plan) else model.tower_inputs(picture)
             pictures.append(TowerInput(inputs, layout, facts_of(picture)))
         del picture, inputs
     layouts = [each.layout for each in pictures]

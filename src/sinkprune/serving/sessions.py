@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from os import urandom
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import NOBODY, Observer, Restored, Rows
 from sinkprune.runtime.loading import StaysInProcess
 from sinkprune.runtime.media.clip import Picture, SampledFrames
+from sinkprune.runtime.media.frame import Frame
 from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
@@ -51,8 +53,11 @@ def picture_parts(picture: Picture) -> Iterator[bytes]:
     frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
     yield repr((picture.size, getattr(picture, "seconds", None), [frame.size for frame in frames])).encode()
     for frame in frames:
-        for _, strip in strips(frame):
-            yield strip.tobytes()
+        if isinstance(frame, Frame):
+            # Pixels on a GPU are not read: such a frame is none that was seen before.
+            yield frame.rgb_bytes() if frame.on_host else urandom(32)
+        else:
+            yield from (strip.tobytes() for _, strip in strips(frame))
 
 
 def digest_of(parts: Iterable[bytes]) -> bytes:
@@ -177,7 +182,7 @@ class PrefixCache:
         `place` is its place among the request's pictures.
         """
         frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
-        if sum(frame.width * frame.height for frame in frames) > _MOST_COMPARED:
+        if sum(prod(frame.size) for frame in frames) > _MOST_COMPARED:
             digest = digest_of(picture_parts(picture))
         else:
             # The next question is mostly about the same pictures, and to compare them is faster than a digest.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.models.chosen_heads import every_method
@@ -26,7 +27,8 @@ from support.references.reference_methods import CANNOT_REACH_ALL
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.contract.bundle import Bundle, Limits
+from sinkprune.contract.bundle import Bundle, Limits, read_engines
+from sinkprune.engines.build import build_engines, frame_jobs
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
@@ -34,6 +36,8 @@ from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.frames import FrameForm
+from sinkprune.runtime.frames.graphs import bilinear_form, patch_form, square_form
 from support.models.manifests import file_of
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
@@ -125,6 +129,42 @@ def test_graphs_with_weights_compile(
         # TensorRT has fused kernels for attention in fp16, none for fp32.
         has_attention = graph == "vision" or graph.startswith("decoder_")
         assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
+
+
+PIXELS = {
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+TABLE = np.zeros(768, np.float16)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        square_form(336, TABLE, masked=True, views=3),
+        bilinear_form(224, TABLE.dtype, PIXELS),
+        patch_form(TABLE, PIXELS, most_tokens=1280),
+    ],
+)
+def test_graphs_of_frames_compile(form: FrameForm, tmp_path: Path) -> None:
+    for job in frame_jobs(form, tmp_path):
+        TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / job.model.graph, SILENT)
+
+
+@pytest.mark.slow
+def test_engines_have_the_graphs_of_frames(tmp_path: Path) -> None:
+    bundle = export_random(tmp_path, CONFIG, precision="fp16", budgets=("retain-64",), dialect="opset24")
+    folder = tmp_path / "built" / "engines"
+    built = build_engines(bundle, folder, TensorRTRTX(COMPUTE_CAPABILITIES[:1]), Limits(60, 30, 1))
+    assert {*built.engines} == {*bundle.manifest.graphs, "frames", "frames-rows-first"}
+    read_engines(folder).verify()
+    assert [*folder.parent.iterdir()] == [folder]
 
 
 @pytest.mark.parametrize(("dialect", "fused"), [("opset24", ["prefill", "decode"]), ("opset20", ["prefill"])])

@@ -26,7 +26,9 @@ from sinkprune.contract.bundle import (
     Limits,
 )
 from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.engines.build import frame_jobs
 from sinkprune.engines.profiles import optimisation_profiles
+from sinkprune.runtime.frames import FrameForm
 from support.stand_ins.fake_device import FakeDevice
 
 Array = np.ndarray[Any, Any]
@@ -180,7 +182,7 @@ class FakeEngine:
         key = tuple(shapes.items())
         if key not in self._shapes:
             inputs = {
-                name: np.arange(shape[0]) if len(shape) == 1 else np.zeros(shape, self.inputs[name])
+                name: (np.arange(shape[0]) if len(shape) == 1 else np.zeros(shape)).astype(self.inputs[name])
                 for name, shape in shapes.items()
             }
             results = self._session.run(list(self.outputs), inputs)
@@ -259,15 +261,21 @@ def build_fake_engines(
     bundle: Bundle,
     folder: Path,
     activations: Mapping[str, int] = ACTIVATIONS,
+    form: FrameForm | None = None,
 ) -> FakeBuild:
-    """Write fake engines of every graph for `LIMITS`, and their `engines.json`."""
+    """Write fake engines of every graph for `LIMITS`, and of the graphs of frames in `form`, and `engines.json`."""
     engines = {}
-    for graph, own in optimisation_profiles(bundle.manifest, LIMITS).items():
-        spec = bundle.manifest.graphs[graph]
+    jobs = {
+        graph: (bundle.manifest.graphs[graph], bundle.path / bundle.manifest.graphs[graph].file, own)
+        for graph, own in optimisation_profiles(bundle.manifest, LIMITS).items()
+    }
+    for job in frame_jobs(form, folder.parent) if form else ():
+        jobs[job.model.graph] = (job.model.spec, folder.parent / job.model.name, job.optimisation_profiles)
+    for graph, (spec, file_of_graph, own) in jobs.items():
         need = activations.get(graph, 2000)
         description = {
             "graph": graph,
-            "onnx": str(bundle.path / spec.file),
+            "onnx": str(file_of_graph),
             "optimisation_profiles": [
                 {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],
@@ -298,6 +306,7 @@ def build_fake_engines(
 
 def dtype_of(name: str) -> np.dtype[Any]:
     types = {"float": "float32", "float16": "float16", "int32": "int32", "int64": "int64", "bool": "bool"}
+    types["uint8"] = "uint8"
     return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
 
 

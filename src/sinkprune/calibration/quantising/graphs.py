@@ -22,13 +22,14 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.export.dialects import load_dialect
 from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.export.weights.rounding import RoundingMethod
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
-from sinkprune.runtime.families import Fit, Rotary, TowerInput, load_family
+from sinkprune.runtime.families import Fit, Rotary, load_family
 from sinkprune.runtime.steps.chain import EncodedPicture, TowerOutput
 from sinkprune.runtime.steps.prompt_rows import Embedding, lay_out
 from sinkprune.runtime.text.prompt import PromptEncoder
@@ -347,7 +348,9 @@ def _wanted(graph: ir.Graph) -> ir.Graph:
 class EncodedPrompt(NamedTuple):
     """A prompt about one picture, as the model takes it."""
 
-    picture: TowerInput
+    inputs: dict[str, Array]
+    """The inputs of the graph `vision`."""
+    layout: VisualLayout
     texts: list[list[int]]
     """Token ids before the picture and after it."""
 
@@ -361,8 +364,9 @@ def encode_prompts(bundle: Bundle, items: Iterable[Item], fit: Fit | None = None
     prompts = []
     for item in items:
         picture = item.load_image()
-        tower = TowerInput(family.inputs(picture), family.layout(picture))
-        prompts.append(EncodedPrompt(tower, encoder.encode(["", item.question.prompt], [tower.layout.texts]).texts))
+        layout = family.layout(picture)
+        texts = encoder.encode(["", item.question.prompt], [layout.texts]).texts
+        prompts.append(EncodedPrompt(family.inputs(picture), layout, texts))
     return prompts
 
 
@@ -397,14 +401,14 @@ def _steps(
     manifest: Manifest, backend: Backend, embedding: Embedding, between_rows: str | None, prompt: EncodedPrompt
 ) -> Generator[Tensors, Tensors, Array]:
     """Run an unpruned request: yield each graph's inputs, receive its outputs, and return the logits [vocab]."""
-    tower = yield prompt.picture.inputs
+    tower = yield prompt.inputs
     tokens = tower["tokens"]
     if manifest.projector:
         tokens = (yield {"tokens": tokens})["embeddings"]
     features = TowerOutput.of(backend, {name: backend.tensor(array) for name, array in tower.items()})
     every = np.broadcast_to(np.arange(features.shape[1]), features.shape)
     encoded = EncodedPicture(backend.tensor(tokens), every, features.scores, features.deepstack)
-    rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.picture.layout], [encoded], pruned=False)
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.layout], [encoded], pruned=False)
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections, lm.rope_factor)

@@ -298,9 +298,9 @@ class _Quantisation:
             to_nearest=logit_error(floats.logits, nearest.logits),
             warnings=(
                 *calibration_warnings(len(prompts)),
-                *unseen_warnings([prompt.picture.layout.seen_share for prompt in prompts], "prompts"),
+                *unseen_warnings([prompt.layout.seen_share for prompt in prompts], "prompts"),
             ),
-            seen_share=min(prompt.picture.layout.seen_share for prompt in prompts),
+            seen_share=min(prompt.layout.seen_share for prompt in prompts),
         )
 
     def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:
@@ -339,13 +339,13 @@ def _samples(graph: str, feed: Tensors) -> list[Tensors]:
 
 
 def _rows(prompts: Sequence[EncodedPrompt]) -> int:
-    return sum(prompt.picture.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
+    return sum(prompt.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
 
 
 def _cost(
     graphs: WeightGraphs, manifest: Manifest, planned: Iterable[str], prompts: Sequence[EncodedPrompt]
 ) -> CalibrationCost:
-    layouts, lm = [prompt.picture.layout for prompt in prompts], manifest.language_model
+    layouts, lm = [prompt.layout for prompt in prompts], manifest.language_model
     rows = {
         "vision": sum(layout.all_tokens for layout in layouts) * manifest.vision.patches_per_token,
         "head": sum(len(prompt.texts[-1]) for prompt in prompts),

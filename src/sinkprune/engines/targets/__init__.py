@@ -25,6 +25,8 @@ class BuildJob:
     """The ONNX file with its weights, and its inputs and outputs."""
     optimisation_profiles: OptimisationProfiles
     """The shapes that the engine must accept."""
+    exact_fp32: bool = False
+    """Whether products of fp32 must be exact where fp32 is, so that nothing is rounded to TF32."""
 
 
 class EngineFacts(NamedTuple):
@@ -42,6 +44,8 @@ class Builder:
     target: Target
     library_version: str
     compute_capabilities: tuple[int, ...] = ()
+    prepares_frames = False
+    """Whether backends of this target prepare frames by a graph, which then has engines too."""
     suffix: str
     """The ending of an engine's file, for example ".engine"."""
 

@@ -29,7 +29,7 @@ from sinkprune.runtime.device.cuda import open_device
 class TensorRTBuilder(Builder):
     """The common part of both libraries; each has a subclass."""
 
-    suffix = ".engine"
+    suffix, prepares_frames = ".engine", True
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
         """Build with the module `trt` for GPUs of these compute capabilities. `flags` are for `engines.json`."""
@@ -86,6 +86,8 @@ class TensorRTBuilder(Builder):
         nodes = realisations(model, network, self._trt)
         config = builder.create_builder_config()
         self.configure(config)
+        if job.exact_fp32:
+            config.clear_flag(self._trt.BuilderFlag.TF32)
         self._add_optimisation_profiles(job, builder, config, log)
         with interrupts_noted() as interrupted:
             # The builder holds no reference to the monitor.
@@ -139,7 +141,7 @@ class TensorRTBuilder(Builder):
 
     def _check_tensor(self, graph: str, role: str, found: Any, expected: TensorSpec) -> None:
         trt = self._trt
-        dtypes = {trt.float32: "float32", trt.float16: "float16", trt.int64: "int64", trt.bool: "bool"}
+        dtypes = {getattr(trt, name): name for name in ("float32", "float16", "int64", "bool", "uint8")}
         shape = [None if size < 0 else size for size in found.shape]
         fits = len(shape) == len(expected.shape) and all(
             size is None or isinstance(wanted, str) or size == wanted

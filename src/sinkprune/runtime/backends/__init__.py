@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sinkprune.contract.bundle import Range
 from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -22,6 +23,7 @@ from sinkprune.runtime.system import processor_name
 if TYPE_CHECKING:
     from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
+    from sinkprune.runtime.backends.onnx_writer import GraphWriter
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
@@ -106,6 +108,9 @@ class Backend(Protocol):
     enqueues: bool = False
     """Whether calls of engines return before they are done, so that the host waits where it reads a tensor. The
     tensors have a `shape`, which can be read at once."""
+    prepares_frames: int = 0
+    """The most frames that a call of a graph prepares; 0 where the host prepares them, as on processors, where Pillow
+    is quicker (docs/pictures.md)."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
 
@@ -133,8 +138,27 @@ class Backend(Protocol):
         inputs of the graph contract. Raises what `load` raises.
         """
 
+    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+        """Load a family's graph of frames of that name, where `prepares_frames`; called in a `turn`."""
+        raise RuntimeError("load_frames needs prepares_frames")
+
+    def frame_ranges(self, name: str) -> Mapping[str, Range]:
+        """Return the range of each input of the engine for the graph of frames `name`; none if it takes any shape."""
+        return {}
+
     def tensor(self, array: Array) -> Tensor:
         """Return `array` as a tensor on the device, which may share the array's memory."""
+
+    def borrow(self, frame: Any) -> Tensor:
+        """Return a frame on the GPU, of another library, as a tensor [1,height,width,3] that shares its memory.
+
+        Only where `prepares_frames`. Raises `ImageError` for what is no uint8, pixel after pixel.
+        """
+        raise RuntimeError("borrow needs prepares_frames")
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return `parts` joined along their first axis. Only where `prepares_frames`."""
+        raise RuntimeError("stack needs prepares_frames")
 
     def numpy(self, tensor: Tensor) -> Array:
         """Return `tensor` as a host array; waits until it is computed."""

@@ -14,6 +14,8 @@ from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.backends.kv_cache import CacheMemory, row_runs
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
+from sinkprune.runtime.device.dlpack import read_pixels
+from sinkprune.runtime.media.frame import DevicePixels
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -24,7 +26,7 @@ class DeviceTensor:
 
     __slots__ = ("_block", "dtype", "shape")
 
-    def __init__(self, block: Block, shape: Shape, dtype: np.dtype[Any]) -> None:
+    def __init__(self, block: Block | DevicePixels, shape: Shape, dtype: np.dtype[Any]) -> None:
         self._block, self.shape, self.dtype = block, shape, dtype
 
     @property
@@ -67,6 +69,19 @@ class DeviceMemory(CacheMemory):
         tensor = self.empty(array.shape, array.dtype)
         self.gpu.copy_in(tensor.address, array)
         return tensor
+
+    def borrow(self, frame: Any) -> DeviceTensor:
+        pixels = read_pixels(frame, self.gpu.stream)
+        return DeviceTensor(pixels, pixels.shape, np.dtype(np.uint8))
+
+    def stack(self, parts: Sequence[DeviceTensor]) -> DeviceTensor:
+        """Return `parts` joined along their first axis, copied on the device."""
+        stacked = self.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype)
+        place = stacked.address
+        for part in parts:
+            self.gpu.copy(place, part.address, part.nbytes)
+            place += part.nbytes
+        return stacked
 
     def numpy(self, tensor: DeviceTensor) -> Array:
         """Return `tensor` as a host array; waits until all work enqueued so far is done."""

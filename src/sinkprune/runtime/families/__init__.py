@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import _ArgumentGroup
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from PIL import Image
@@ -21,6 +21,9 @@ from sinkprune.contract.registry import load_object
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.picture_warnings import FileFacts
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameForm, FrameInputs, FramePlan
 
 
 class Positions(NamedTuple):
@@ -86,8 +89,9 @@ def check_fit(fit: object) -> None:
 class TowerInput(NamedTuple):
     """A picture as inputs of a model's vision tower."""
 
-    inputs: dict[str, Array]
-    """The inputs of the graph `vision` by name, as `Family.inputs` returns them; none where its output is known."""
+    inputs: dict[str, Array] | FrameInputs
+    """The inputs of the graph `vision` by name, as `Family.inputs` returns them, or what the device computes them
+    from; none where its output is known."""
     layout: VisualLayout
     """The picture's tokens and their places."""
     file: FileFacts = FileFacts()
@@ -111,6 +115,21 @@ class Family(Protocol):
 
         Raises `ImageError`.
         """
+
+    def frame_form(self) -> FrameForm | None:
+        """Return the graph that computes `inputs` where the tower runs; None if the family has none."""
+        return None
+
+    def frame_plans(self, size: tuple[int, int]) -> Sequence[FramePlan]:
+        """Return how that graph prepares frames of `size` (width, height), part by part; nothing where it cannot.
+
+        Raises `ImageError` as `inputs` does.
+        """
+        return ()
+
+    def tables(self, picture: Picture) -> dict[str, Array]:
+        """Return those of `inputs` that do not depend on pixels; raises `ImageError`."""
+        return {}
 
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle takes no video, before a file is opened."""

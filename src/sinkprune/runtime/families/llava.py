@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -19,6 +19,11 @@ from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
 from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
+from sinkprune.runtime.media.frame import Frame, as_image
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameForm, FramePlan
+    from sinkprune.runtime.frames.resampling import PillowPlan
 
 PixelSize = tuple[int, int]
 """Width and height in pixels, as Pillow orders them."""
@@ -34,6 +39,12 @@ def pixel_values(pixels: Array, settings: Mapping[str, Any]) -> Array:
         std = np.asarray(settings["image_std"], np.float32)
         values = (values - mean) / std
     return values
+
+
+def pixel_table(settings: Mapping[str, Any], dtype: np.dtype[Any]) -> Array:
+    """Return [768] the `pixel_values` of all pixels, by channel."""
+    levels = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, axis=2)
+    return pixel_values(levels, settings)[:, 0].T.astype(dtype).ravel()
 
 
 def check_settings(settings: Mapping[str, Any], dtype: np.dtype[Any]) -> None:
@@ -77,6 +88,30 @@ class SquareProcessor:
             pixels = self._cropped(pixels)
         return np.ascontiguousarray(pixel_values(pixels, settings).transpose(2, 0, 1))
 
+    def frame_plan(self, size: PixelSize) -> PillowPlan:
+        """Return what a call computes of an image of `size`, for the graph of frames; raises `ImageError`."""
+        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+
+        settings, padded = self._settings, size
+        if settings["do_pad"]:
+            padded = (_padded_side(size),) * 2
+        resized = self._resized_size(padded) if settings["do_resize"] else padded
+        taken = resized
+        if settings["do_center_crop"]:
+            taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
+        columns, rows = (
+            Axis(length, (whole - length) // 2, whole, new, (new - count) // 2, count)
+            for length, whole, new, count in zip(size, padded, resized, taken, strict=True)
+        )
+        # Without a resize, the weights of most filters are 0 and 1.
+        resample = settings["resample"] if settings["do_resize"] else Image.Resampling.BICUBIC
+        return PillowPlan((columns,), (rows,), resample=resample, bar=self._background())
+
+    def keeps(self, size: PixelSize) -> bool:
+        """Return whether an image of `size` stays as it is."""
+        plan, same = self.frame_plan(size), [((length, 0, length, length, 0, length),) for length in size]
+        return [plan.columns, plan.rows] == same
+
     def fitted(self, fit: Fit, side: int) -> SquareProcessor:
         """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`.
 
@@ -115,10 +150,13 @@ class SquareProcessor:
 
     def _padded(self, image: Image.Image) -> Image.Image:
         side = _padded_side(image.size)
-        background = tuple(int(value * 255) for value in self._settings["image_mean"])
-        square = Image.new("RGB", (side, side), background)
+        square = Image.new("RGB", (side, side), self._background())
         square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
         return square
+
+    def _background(self) -> tuple[int, int, int]:
+        red, green, blue = (int(value * 255) for value in self._settings["image_mean"])
+        return red, green, blue
 
     def _resized_size(self, size: PixelSize) -> PixelSize:
         wanted = self._settings["size"]
@@ -163,7 +201,10 @@ class SquarePictures(Family):
     between_rows: str | None = None
     no_video: str
     """Why the family takes no video."""
-    _processor: Callable[[Image.Image], Array]
+    _processor: Any
+    """Returns [3,image_size,image_size] fp32 of an image."""
+    _masked = False
+    """Whether what is outside the resized picture is 0 after pixels are normalised."""
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
@@ -179,16 +220,28 @@ class SquarePictures(Family):
                 f"the bundle's `vision` has {tower.tokens} tokens, and its graphs take up to "
                 f"{manifest.most_visual_tokens}. Export it again."
             )
-        self._dtype = DTYPES[manifest.precision]
+        self._dtype, self._settings = DTYPES[manifest.precision], manifest.processor
         check_settings(manifest.processor, self._dtype)
 
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
-        return self._layout(self._image(picture).size)
+        return self._layout(self._checked(picture).size)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
-        return {"pixel_values": self._pixels(self._image(picture)).astype(self._dtype, copy=False)}
+        return {"pixel_values": self._pixels(as_image(self._checked(picture))).astype(self._dtype, copy=False)}
+
+    def frame_form(self) -> FrameForm | None:
+        return self._square_form(views=1)
+
+    def _square_form(self, views: int) -> FrameForm:
+        from sinkprune.runtime.frames.graphs import square_form
+
+        table = pixel_table(self._settings, self._dtype)
+        return square_form(self._tower.image_size, table, masked=self._masked, views=views)
+
+    def frame_plans(self, size: PixelSize) -> list[FramePlan]:
+        return [self._processor.frame_plan(size)]
 
     def check_video(self) -> None:
         """Raise `VideoError`."""
@@ -214,13 +267,14 @@ class SquarePictures(Family):
 
     def _pixels(self, image: Image.Image) -> Array:
         """Return [G,3,image_size,image_size] fp32."""
-        return self._processor(image)[None]
+        values: Array = self._processor(image)
+        return values[None]
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
         """Return the layout of an image of `size` (width, height)."""
 
-    def _image(self, picture: Picture) -> Image.Image:
+    def _checked(self, picture: Picture) -> Image.Image | Frame:
         if isinstance(picture, SampledFrames):
             raise VideoError(self.no_video)
         return picture

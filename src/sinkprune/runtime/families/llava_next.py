@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -17,6 +17,9 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import Llava, PixelSize, SquareProcessor
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameForm, FramePlan
 
 
 class Canvas(NamedTuple):
@@ -48,6 +51,20 @@ class LlavaNextProcessor:
         corners = ((x, y) for y in range(0, canvas.height, side) for x in range(0, canvas.width, side))
         tiles = [shown.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([self._square(view) for view in (image.resize((side, side), resample), *tiles)])
+
+    def frame_plans(self, size: PixelSize) -> list[FramePlan]:
+        """Return what a call computes of an image of `size`: the whole image, then its tiles; raises `ImageError`."""
+        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+
+        side, canvas, resample = self._side, self.canvas(size), self._settings["resample"]
+        if not self._square.keeps((side, side)):
+            return []
+        whole = [(Axis(length, 0, length, side, 0, side),) for length in size]
+        tiles = [
+            tuple(Axis(length, 0, length, new, place - corner, side) for place in range(0, extent, side))
+            for length, new, corner, extent in zip(size, canvas.shown, canvas[2:4], canvas[:2], strict=True)
+        ]
+        return [PillowPlan(columns, rows, resample) for columns, rows in (whole, tiles)]
 
     def canvas(self, size: PixelSize) -> Canvas:
         """Return the canvas for an image of `size`: it loses fewest pixels, and of equals wastes fewest."""
@@ -95,6 +112,12 @@ class LlavaNext(Llava):
 
     def fitted(self, fit: Fit) -> None:
         """Return None: the tiles show whole images of any shape."""
+
+    def frame_form(self) -> FrameForm | None:
+        return self._square_form(views=max(max(pair) for pair in self._pinpoints) // self._tower.image_size)
+
+    def frame_plans(self, size: PixelSize) -> list[FramePlan]:
+        return self._tiles.frame_plans(size)
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return a layout with the most tiles, and the longest prompt of an image that fills its canvas."""

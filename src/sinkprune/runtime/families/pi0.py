@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from PIL import Image
@@ -28,6 +28,9 @@ from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_values
 
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameForm, FramePlan
+
 
 class PaddedSquare(ABC):
     """Resizes whole images into a square, and fills the rest of it."""
@@ -45,6 +48,10 @@ class PaddedSquare(ABC):
         resized = self._resized(size)
         (left, top), (across, down) = self._corner(resized), np.divide(size, resized).tolist()
         return -left * across, -top * down, (self._side - left) * across, (self._side - top) * down
+
+    @abstractmethod
+    def frame_plan(self, size: PixelSize) -> FramePlan:
+        """Return what a call computes of an image of `size`, for the graph of frames; raises `ImageError`."""
 
     @abstractmethod
     def _resized(self, size: PixelSize) -> PixelSize:
@@ -78,6 +85,14 @@ class PaddedProcessor(PaddedSquare):
         padded[:, : size[1], : size[0]] = pixel_values(pixels, self._settings).transpose(2, 0, 1)
         return padded
 
+    def frame_plan(self, size: PixelSize) -> FramePlan:
+        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+
+        columns, rows = (
+            Axis(length, 0, length, new, 0, self._side) for length, new in zip(size, self._resized(size), strict=True)
+        )
+        return PillowPlan((columns,), (rows,), resample=self._settings["resample"])
+
     def _resized(self, size: PixelSize) -> PixelSize:
         width, height = size
         scale = min(self._side / max(height, 1), self._side / max(width, 1))
@@ -101,6 +116,16 @@ class ResizeWithPad(PaddedSquare):
         square[top : top + height, left : left + width] = pixels
         return np.ascontiguousarray(pixel_values(square, self._settings).transpose(2, 0, 1))
 
+    def frame_plan(self, size: PixelSize) -> FramePlan:
+        from sinkprune.runtime.frames.resampling import Axis, BilinearPlan
+
+        resized = self._resized(size)
+        columns, rows = (
+            Axis(length, 0, length, new, -corner, self._side)
+            for length, new, corner in zip(size, resized, self._corner(resized), strict=True)
+        )
+        return BilinearPlan(columns, rows, _neighbours)
+
     def _resized(self, size: PixelSize) -> PixelSize:
         width, height = size
         ratio = max(width / self._side, height / self._side, 1 / self._side)
@@ -116,18 +141,25 @@ def _interpolated(pixels: Array, length: int, axis: int) -> Array:
     old = pixels.shape[axis]
     if old == length:
         return pixels
+    *places, share = _neighbours(old, length)
+    share = share.reshape([-1 if one == axis else 1 for one in range(3)])
+    near, far = (np.take(pixels, each, axis).astype(np.float32) for each in places)
+    return near * (np.float32(1) - share) + far * share
+
+
+def _neighbours(old: int, length: int) -> tuple[Array, Array, Array]:
+    """Return the near and the far old pixel of each of `length` new ones, and the share of the far one, fp32."""
     scale = np.float32(old / length)
     places = np.maximum((np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
     first = np.minimum(places.astype(np.int64), old - 1)
-    share = (places - first).astype(np.float32).reshape([-1 if one == axis else 1 for one in range(3)])
-    near, far = (np.take(pixels, each, axis).astype(np.float32) for each in (first, np.minimum(first + 1, old - 1)))
-    return near * (np.float32(1) - share) + far * share
+    return first, np.minimum(first + 1, old - 1), (places - first).astype(np.float32)
 
 
 class Pi0(SquarePictures):
     """The image side of a pi0 bundle. A picture is the frame of a camera, in one group of tokens."""
 
     _processor: PaddedSquare
+    _masked = True
     no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
 
     def __init__(self, manifest: Manifest) -> None:
@@ -136,6 +168,13 @@ class Pi0(SquarePictures):
         by_lerobot = manifest.processor.get("image_processor_type") in get_args(LeRobotResize)
         self._processor = (ResizeWithPad if by_lerobot else PaddedProcessor)(manifest.processor)
         self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
+
+    def frame_form(self) -> FrameForm | None:
+        if not isinstance(self._processor, ResizeWithPad):
+            return super().frame_form()
+        from sinkprune.runtime.frames.graphs import bilinear_form
+
+        return bilinear_form(self._tower.image_size, self._dtype, self._settings)
 
     def fitted(self, fit: Fit) -> Pi0 | None:
         """Return None: policies are trained with one way to turn pictures into squares."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.manifest import Manifest, Qwen3Tower, QwenTower
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, qwen_tower_flops
-from sinkprune.runtime.families import Fit, Rotary
-from sinkprune.runtime.families.llava import check_settings
+from sinkprune.runtime.families import Family, Fit, Rotary
+from sinkprune.runtime.families.llava import PixelSize, check_settings, pixel_table
 from sinkprune.runtime.families.qwen_processor import (
     Grid,
     Qwen3Processor,
@@ -27,9 +27,13 @@ from sinkprune.runtime.families.qwen_processor import (
     window_index,
 )
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
+from sinkprune.runtime.media.frame import as_image
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameForm, FramePlan
 
 
-class Qwen25VL:
+class Qwen25VL(Family):
     """The image side of a Qwen2.5-VL bundle.
 
     An image is one group, and each temporal patch of a clip is one. Tokens are in raster order.
@@ -46,6 +50,7 @@ class Qwen25VL:
         self._most_tokens = manifest.most_visual_tokens
         self._dtype = DTYPES[manifest.precision]
         check_settings(manifest.processor, self._dtype)
+        self._settings = manifest.processor
         self._processor = self._processing(manifest.processor)
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
             if manifest.processor[name] != getattr(self._tower, name):
@@ -79,18 +84,33 @@ class Qwen25VL:
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return pixel patches, and index and rotary tables of their grid; raises `ImageError`."""
         grid = self._processor.grid(picture.size)
-        tables = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
-        cos, sin = (np.concatenate(table, axis=-1) for table in zip(*tables, strict=True))
-        pixels = self._processor(picture).astype(self._dtype, copy=False)
-        inputs = {
-            "pixel_values": pixels.reshape(grid.t, grid.h * grid.w, -1),
-            "cos": cos.repeat(grid.t, axis=0),
-            "sin": sin.repeat(grid.t, axis=0),
-        }
+        shown = picture if isinstance(picture, SampledFrames) else as_image(picture)
+        pixels = self._processor(shown).astype(self._dtype, copy=False)
+        return {"pixel_values": pixels.reshape(grid.t, grid.h * grid.w, -1), **self.tables(picture)}
+
+    def tables(self, picture: Picture) -> dict[str, Array]:
+        """Return index and rotary tables of a picture's grid; raises `ImageError`."""
+        grid = self._processor.grid(picture.size)
+        axes = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
+        cos, sin = (np.concatenate(table, axis=-1) for table in zip(*axes, strict=True))
+        tables = {"cos": cos.repeat(grid.t, axis=0), "sin": sin.repeat(grid.t, axis=0)}
         windows = self._windows(grid)
         if windows is not None:
-            inputs |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
-        return inputs
+            tables |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
+        return tables
+
+    def frame_form(self) -> FrameForm:
+        from sinkprune.runtime.frames.graphs import patch_form
+
+        return patch_form(pixel_table(self._settings, self._dtype), self._settings, self._most_tokens)
+
+    def frame_plans(self, size: PixelSize) -> list[FramePlan]:
+        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+
+        grid, patch = self._processor.grid(size), self._tower.patch_size
+        resized = grid.w * patch, grid.h * patch
+        columns, rows = ((Axis(length, 0, length, new, 0, new),) for length, new in zip(size, resized, strict=True))
+        return [PillowPlan(columns, rows, self._settings["resample"])]
 
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle was exported for images only."""
@@ -227,10 +247,10 @@ class Qwen3VL(Qwen25VL):
         layout = super().layout(picture)
         return replace(layout, texts=self._texts(picture)) if isinstance(picture, SampledFrames) else layout
 
-    def inputs(self, picture: Picture) -> dict[str, Array]:
-        """Return pixel patches, rotary tables and learned positions of their grid; raises `ImageError`."""
+    def tables(self, picture: Picture) -> dict[str, Array]:
+        """Return rotary tables and learned positions of a picture's grid; raises `ImageError`."""
         index, weight = self._corners(self._processor.grid(picture.size))
-        return {**super().inputs(picture), "position_index": index, "position_weight": weight}
+        return {**super().tables(picture), "position_index": index, "position_weight": weight}
 
     def _times(self, frames: int, clip: SampledFrames) -> Array:
         """Return [T] zeros: each temporal patch has the positions of an image, because the time is text."""

@@ -15,6 +15,7 @@ from PIL import Image
 from sinkprune.contract.checks import RealNumber, creation_checks_options, format_value, type_name
 from sinkprune.contract.errors import ImageError, UsageError, VideoError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.frame import Frame
 from sinkprune.runtime.media.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27
@@ -127,8 +128,8 @@ class SampledFrames:
     """Whether the video has a constant rate."""
 
 
-Picture = Image.Image | SampledFrames
-"""The visual input of a model: an RGB image, or the frames of a clip."""
+Picture = Image.Image | Frame | SampledFrames
+"""The visual input of a model: an RGB image, a frame as its owner holds it, or the frames of a clip."""
 
 
 def check_rate(kind: str, fps: object) -> float:

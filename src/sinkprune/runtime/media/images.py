@@ -225,19 +225,7 @@ def _read_bytes(data: bytes, read: Callable[[MeteredFile], _Found], cancelled: E
 def to_rgb(image: Image.Image | Array) -> Image.Image:
     """Return a Pillow image or a [height,width,3] uint8 array as an RGB image; raises `ImageError`."""
     if isinstance(image, np.ndarray):
-        if image.dtype == np.uint8 and image.ndim == 3 and 0 in image.shape[:2]:
-            raise ImageError(f"found an array {image.dtype}{list(image.shape)}, which has no pixels. Give a picture.")
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise ImageError(
-                f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Transpose one "
-                "of [3,height,width], turn floats of 0 to 1 into bytes with (array * 255).astype('uint8'), and give "
-                "grey or RGBA as a Pillow image, with Image.fromarray(array)."
-            )
-        if np.ma.is_masked(image):
-            raise ImageError(
-                "found an array with a mask, which no model sees. Give array.filled(0), or another value."
-            )
-        _check_size(image.shape[1], image.shape[0])
+        check_array(image)
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
@@ -263,6 +251,21 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         plain = turned.mode == "RGB" and not turned.has_transparency_data
         found = turned if plain else _opaque(_with_8_bits(turned, image))
         return _with_facts(found, frames, wide)
+
+
+def check_array(array: Array) -> None:
+    """Raise `ImageError` for an array that is no picture uint8 [height,width,3]."""
+    if array.dtype == np.uint8 and array.ndim == 3 and 0 in array.shape[:2]:
+        raise ImageError(f"found an array {array.dtype}{list(array.shape)}, which has no pixels. Give a picture.")
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise ImageError(
+            f"found an array {array.dtype}{list(array.shape)}, expected uint8 [height,width,3]. Transpose one of "
+            "[3,height,width], turn floats of 0 to 1 into bytes with (array * 255).astype('uint8'), and give grey or "
+            "RGBA as a Pillow image, with Image.fromarray(array)."
+        )
+    if np.ma.is_masked(array):
+        raise ImageError("found an array with a mask, which no model sees. Give array.filled(0), or another value.")
+    _check_size(array.shape[1], array.shape[0])
 
 
 def largest_of_16_bits(image: Image.Image) -> int | None:

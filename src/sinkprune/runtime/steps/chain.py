@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import prod
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Rotary
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameInputs
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
@@ -214,15 +217,19 @@ class TowerOutput:
         return self.scores.salience.array
 
 
-def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> TowerOutput:
-    """Run the vision tower on the `inputs` of the graph `vision`.
+def run_tower(chain: Chain, inputs: Mapping[str, Array] | FrameInputs, clock: Stopwatch) -> TowerOutput:
+    """Run the vision tower on the `inputs` of the graph `vision`, or on frames.
 
     Raises `NumericsError` if tokens, norms or salience are not finite, before tokens are selected by them. Where
     calls are only enqueued and a projector follows, `Scores.check` is left to the end of the prefill.
     """
     backend = chain.backend
+    if not isinstance(inputs, Mapping):
+        with clock.measure("preprocess"):
+            inputs = inputs.prepared(backend)
     with clock.measure("vision"):
-        features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
+        given = {name: backend.tensor(one) if isinstance(one, np.ndarray) else one for name, one in inputs.items()}
+        features = chain.vision(given)
     tower = TowerOutput.of(backend, features)
     if chain.projector is None or not backend.enqueues:
         tower.scores.check()

@@ -5,20 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Limits
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.clip import Picture, SampledFrames
+from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.images import check_array
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.pictures import PictureLike, pixels_of
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder, text_parts
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
 _LOADING_PLANS = "loading the budgets' graphs"
 
@@ -34,11 +44,30 @@ class LoadedModel(NamedTuple):
     embedding: Embedding
     chain: Chain
     warnings: PictureWarnings
+    frames: FrameGraph | None = None
+    """The graph that prepares frames where the tower runs; None where the host does."""
 
     def for_plan(self, plan: Plan | None) -> LoadedModel:
         """Return the model that sees pictures in the size of a `plan`."""
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
+
+    def picture_of(self, source: PictureLike) -> Picture:
+        """Return what `pixels_of` does, and an array as it is where a graph prepares frames; raises `ImageError`."""
+        if self.frames is not None and isinstance(source, np.ndarray):
+            check_array(source)
+            return Frame.of_array(source)
+        return pixels_of(source, self.family)
+
+    def tower_inputs(self, picture: Picture) -> dict[str, Array] | FrameInputs:
+        """Return `Family.inputs`, or what the device computes them from; raises `ImageError`."""
+        if self.frames is not None and not isinstance(picture, SampledFrames):
+            frame = picture if isinstance(picture, Frame) else Frame(np.asarray(picture))
+            plans, tables = self.family.frame_plans(frame.size), self.family.tables(frame)
+            inputs = self.frames.planned(frame, plans, tables)
+            if inputs is not None:
+                return inputs
+        return self.family.inputs(picture)
 
     def load_plans(self, method: str, progress: OnProgress) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.

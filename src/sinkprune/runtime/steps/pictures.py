@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +15,15 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames, UnopenedVideo, Video
+from sinkprune.runtime.media.frame import Frame, frame_of, is_tensor
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
 
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameInputs
+
 PictureLike = Picture | Array | str | os.PathLike[str] | Video | ImageBytes | UnopenedVideo
-"""A Pillow image, a uint8 [height,width,3] array, an image file or its bytes, frames in a list, a video file or its
-bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
+"""A Pillow image, a uint8 [height,width,3] array or a `Frame`, an image file or its bytes, frames in a list, a video
+file or its bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
 
 
 def decoded(source: PictureLike, family: Family) -> Picture:
@@ -49,7 +54,7 @@ def layout_of(picture: Picture, source: PictureLike, family: Family) -> VisualLa
 
 def _picture(source: Picture | Array | Video | ImageBytes | UnopenedVideo, family: Family) -> Picture:
     match source:
-        case SampledFrames():
+        case SampledFrames() | Frame():
             return source
         case Video():
             return family.sample_frames(source)
@@ -72,13 +77,16 @@ def check_order(order: object) -> str:
 
 
 def ordered(given: Iterable[PictureLike], order: object) -> tuple[PictureLike, ...]:
-    """Return the `given` pictures in RGB order; channels of arrays are in `order`, "rgb" or "bgr".
+    """Return the `given` pictures in RGB order; channels of arrays and tensors are in `order`, "rgb" or "bgr".
+
+    Tensors of other libraries become arrays in host memory, and a `Frame` on a GPU. Raises `ImageError` for those
+    that are elsewhere, or are no frames.
 
     Raises `UsageError` for another order. Warns (`UserWarning`) where it says nothing, as no picture is an array.
     """
     order, pictures = check_order(order), tuple(given)
     frames = (frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source]))
-    if order == "bgr" and not any(isinstance(frame, np.ndarray) for frame in frames):
+    if order == "bgr" and not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
         warn_user(
             "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
             "own: leave it out."
@@ -95,14 +103,21 @@ def _with_order(source: PictureLike, order: str) -> PictureLike:
     """Return `source` in RGB order, where it is an array, or a clip of arrays, with channels in `order`."""
     if isinstance(source, np.ndarray) and source.ndim == 3:
         return in_rgb(source, order)
+    if is_tensor(source):
+        return frame_of(source, bgr=order == "bgr")
     if isinstance(source, Clip) and order != "rgb":
         return Clip([_with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
     return source
 
 
-def joined_inputs(inputs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+def joined_inputs(inputs: Sequence[dict[str, Array] | FrameInputs]) -> dict[str, Array] | FrameInputs:
     """Return the vision tower's inputs for several pictures in one call, joined along the axis of groups."""
-    return {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
+    prepared = [one for one in inputs if isinstance(one, dict)]
+    if len(prepared) < len(inputs):
+        from sinkprune.runtime.frames import joined
+
+        return joined(inputs)
+    return {name: np.concatenate([one[name] for one in prepared]) for name in prepared[0]}
 
 
 @contextmanager

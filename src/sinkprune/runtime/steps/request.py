@@ -26,6 +26,7 @@ from sinkprune.contract.checks import (
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
+from sinkprune.runtime.media.frame import Frame
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
@@ -260,7 +261,7 @@ def check_request_options(given: Iterable[str], *others: str) -> None:
 
 def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
-    known = (str, os.PathLike, Image.Image, np.ndarray, Video, ImageBytes, UnopenedVideo, SampledFrames)
+    known = (str, os.PathLike, Image.Image, np.ndarray, Frame, Video, ImageBytes, UnopenedVideo, SampledFrames)
     if not isinstance(picture, known):
         raise ImageError(
             f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "

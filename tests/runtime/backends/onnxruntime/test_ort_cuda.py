@@ -55,7 +55,7 @@ def test_answers_are_those_of_the_cpu_run_captured_and_replayed(
         ask(ours, photo, "retain-64", 3)
     with rig.counted() as calls:
         ask(ours, photo, "retain-64", 3)
-    assert calls["replayed graph"] == 6 + 3 * (len(ours.chain.decoders) + 1)
+    assert calls["replayed graph"] == 7 + 3 * (len(ours.chain.decoders) + 1)
     assert "captured graph" not in calls and "allocate" not in calls
     assert rig.report.not_captured == {}
 
@@ -68,7 +68,7 @@ def test_every_graph_is_captured_at_its_second_use(rig: CudaRig, photo: Image.Im
         assert calls.keys() & {"captured graph", "replayed graph"} == set(named)
     plan = rig.bundle.manifest.plan("sinkpruner", "retain-64")
     decoders = {f"decoder_{segment}" for segment in range(len(ours.chain.decoders))}
-    assert plan and rig.report.graphs.keys() == {"vision", "projector", "head", *plan.graphs, *decoders}
+    assert plan and rig.report.graphs.keys() == {"frames", "vision", "projector", "head", *plan.graphs, *decoders}
 
 
 def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Image.Image) -> None:
@@ -81,7 +81,7 @@ def test_the_host_reads_nothing_before_the_first_logits(rig: CudaRig, photo: Ima
     calls = [call for call in rig.device.calls[start:] if call in ("copy_out", "synchronize", "replayed graph")]
     segments = len(ours.chain.decoders)
     first = calls.index("copy_out")
-    assert calls[:first] == ["replayed graph"] * (6 + segments + 1)
+    assert calls[:first] == ["replayed graph"] * (7 + segments + 1)
     # Between two tokens, one read.
     last = calls[-2 * (segments + 2) :]
     assert last == (["replayed graph"] * (segments + 1) + ["copy_out"]) * 2

@@ -15,6 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline, Policy, Session
 from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.steps.pictures import ordered
 from sinkprune.runtime.system import processor_name
 from support.models.small_models import NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
 from support.references.pi0 import INSTRUCTION
@@ -47,6 +48,23 @@ def test_in_fp32_it_keeps_and_answers_what_the_cpu_does(
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name, dialect=dialect), backend=BACKEND)
     assert_equal_at_both_ends(ours, theirs, photo)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (1920, 1080), (300, 700)])
+@pytest.mark.parametrize("name", ["gqa-112", "qwen", next(iter(NEXT_SHAPES))])
+def test_frames_are_prepared_as_on_the_host(name: str, size: tuple[int, int], bundle: Callable[..., Path]) -> None:
+    model = Pipeline.load(bundle(name), backend=BACKEND)._model
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    given, torch = list[Any]([pixels]), pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        given.append(torch.from_numpy(pixels).cuda())
+    expected = model.family.inputs(Image.fromarray(pixels))
+    for source in ordered(given, "rgb"):
+        with model.chain.backend.turn:
+            inputs: Any = model.tower_inputs(model.picture_of(source))
+            found = inputs.prepared(model.chain.backend)
+        for key, array in expected.items():
+            np.testing.assert_array_equal(model.chain.backend.numpy(found[key]), array)
 
 
 @pytest.mark.parametrize("form", ["fp16", "int8", "int4"])

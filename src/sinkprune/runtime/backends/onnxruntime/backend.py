@@ -36,6 +36,7 @@ from sinkprune.runtime.system import trim_heap, usable_cores
 
 if TYPE_CHECKING:
     from sinkprune.runtime.backends.compatibility import BuiltEngines
+    from sinkprune.runtime.backends.onnx_writer import GraphWriter
 
 _TOO_NEW = (
     "Unsupported model IR version",
@@ -247,6 +248,12 @@ class OrtBackend(Backend):
         options.add_external_initializers([weight.name for weight in small], values)
         return values
 
+    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+        options = session_options(self._ort)
+        options.intra_op_num_threads = self.threads
+        session = self._ort.InferenceSession(graph.model(), options, providers=[self.provider], enable_fallback=0)
+        return _OrtEngine(name, session, self.device, [], {})
+
     def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device, 0)
 
@@ -254,6 +261,9 @@ class OrtBackend(Backend):
         """Return `tensor` as a host array in its own memory."""
         # OrtValue.numpy() is a view. For a tensor made from an array, it is a view of that array's memory.
         return np.array(tensor.numpy())
+
+    def stack(self, parts: Sequence[Any]) -> Any:
+        return self.tensor(np.concatenate([part.numpy() for part in parts]))
 
     def join(self, parts: Sequence[Any], order: Array) -> Any:
         """Return [1,S,d]: rows of `parts` in `order`."""

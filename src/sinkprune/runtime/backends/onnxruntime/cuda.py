@@ -24,6 +24,7 @@ from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor,
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnx_writer import GraphWriter
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.onnxruntime.library import (
     DTYPES,
@@ -59,6 +60,7 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
     """ONNX Runtime on the first CUDA GPU. Threads take turns, and calls of engines return before they are done."""
 
     device, provider = "cuda", CUDA
+    prepares_frames = 16
 
     def __init__(
         self,
@@ -104,6 +106,9 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
 
         with self.turn:
             return CudaEngine(self, model.graph, open_session, in_place, own_sessions=not model.weights)
+
+    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+        return self.small_engine(name, graph.model(), own_sessions=False)
 
     def best(self, logits: DeviceTensor) -> tuple[int, bool]:
         """Return what `Backend.best` does; two numbers cross from the device."""

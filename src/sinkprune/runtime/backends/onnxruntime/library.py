@@ -17,6 +17,7 @@ DTYPES: dict[str, Any] = {
     "tensor(int32)": "int32",
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
+    "tensor(uint8)": "uint8",
 }
 """The types of tensors, by ONNX Runtime's names."""
 # The library reads this variable once, when it is loaded.

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from sinkprune.contract.bundle import Range
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -21,6 +22,7 @@ from sinkprune.runtime.backends.device_memory import DeviceMemory
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnx_writer import GraphWriter
 from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Device, open_device
@@ -103,6 +105,7 @@ class TensorRTBackend(DeviceMemory, Backend):
         self.turn = Turns()
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
         self.resumes = built.bundle.manifest.cache == "in-place"
+        self.prepares_frames = int("frames" in built.engines.manifest.engines)
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
@@ -128,6 +131,15 @@ class TensorRTBackend(DeviceMemory, Backend):
             )
         spec = self._built.engines.manifest.engines[model.graph]
         return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
+
+    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+        engines = self._built.engines
+        file = engines.manifest.engines[name].file
+        return self._load(Model(name, graph.spec(file), file, engines.files, 0, built=True), {})
+
+    def frame_ranges(self, name: str) -> Mapping[str, Range]:
+        (ranges,) = self._built.engines.manifest.engines[name].optimisation_profiles.values()
+        return ranges
 
     @staticmethod
     def _check_memory(built: BuiltEngines, device: Device) -> None:

@@ -1,0 +1,115 @@
+"""Frames as their owner holds them: arrays, and tensors of other libraries in host memory or on a GPU (DLPack)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
+
+_ON_HOST = (1, 3)
+"""DLPack's numbers of host memory and of pinned host memory."""
+_CUDA = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A frame uint8 [height,width,3] that is prepared where the vision tower runs."""
+
+    pixels: Any
+    """An array, pixel after pixel, or a tensor on a GPU with `__dlpack__` or `__cuda_array_interface__`."""
+    bgr: bool = False
+    """Whether the channels are in OpenCV's order."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        height, width, _ = shape_of(self.pixels)
+        return width, height
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the pixels are in host memory."""
+        return isinstance(self.pixels, np.ndarray)
+
+    @classmethod
+    def of_array(cls, array: Array) -> Frame:
+        """Return a copy of an array in RGB order; of a reversed view in BGR order, as its pixels lie in memory."""
+        bgr = array.strides[2] < 0
+        # A camera may write its next frame into the array before the tower runs.
+        return cls(np.array(array[..., ::-1] if bgr else array, order="C"), bgr)
+
+    def rgb_bytes(self) -> bytes:
+        """Return the bytes of an array in RGB order."""
+        return (self.pixels[..., ::-1] if self.bgr else self.pixels).tobytes()
+
+
+class DevicePixels(NamedTuple):
+    """Pixels uint8 [1,height,width,3] in device memory, which `owner` keeps."""
+
+    address: int
+    shape: tuple[int, ...]
+    owner: Any
+
+
+def as_image(picture: Image.Image | Frame) -> Image.Image:
+    """Return a picture as a Pillow image; raises `ImageError` for a frame on a GPU."""
+    if not isinstance(picture, Frame):
+        return picture
+    if not picture.on_host:
+        raise ImageError(
+            "found a frame on the GPU, which this backend or command cannot read. Copy it to the host (frame.cpu(), "
+            "frame.get()), or load the model with a backend that prepares frames of this size on the GPU, as "
+            "docs/pictures.md lists."
+        )
+    return Image.fromarray(picture.pixels[..., ::-1] if picture.bgr else picture.pixels)
+
+
+def shape_of(pixels: Any) -> tuple[int, ...]:
+    """Return the shape of an array or a tensor of any library."""
+    shape = getattr(pixels, "shape", None)
+    return tuple(map(int, pixels.__cuda_array_interface__["shape"] if shape is None else shape))
+
+
+def unreadable(error: Exception) -> ImageError:
+    """Return the error for a tensor whose library does not hand it over."""
+    return ImageError(
+        f"found a tensor that its library does not share ({error}). Give a plain uint8 tensor, for example by "
+        "frame.detach()."
+    )
+
+
+def is_tensor(source: object) -> bool:
+    """Return whether `source` is a tensor of another library that numpy or a GPU can read."""
+    readable = hasattr(source, "__dlpack__") or hasattr(source, "__cuda_array_interface__")
+    return readable and not isinstance(source, (np.ndarray, np.generic))
+
+
+def frame_of(tensor: Any, *, bgr: bool) -> Array | Frame:
+    """Return a view of a tensor in host memory as an array, and a `Frame` for one on a GPU.
+
+    Raises `ImageError` for another device, and for a tensor on a GPU that is no uint8 [height,width,3].
+    """
+    kind, number = tensor.__dlpack_device__() if hasattr(tensor, "__dlpack_device__") else (_CUDA, 0)
+    if int(kind) in _ON_HOST:
+        try:
+            array = np.from_dlpack(tensor)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise unreadable(error) from error
+        return array[..., ::-1] if bgr and array.ndim == 3 else array
+    if int(kind) != _CUDA or number != 0:
+        raise ImageError(
+            f"found a frame on device {int(number)} of DLPack's kind {int(kind)}, expected host memory or the first "
+            "CUDA GPU. Copy it to the host."
+        )
+    shape = shape_of(tensor)
+    if len(shape) != 3 or shape[2] != 3 or 0 in shape:
+        raise ImageError(
+            f"found a tensor {list(shape)} as a frame, expected uint8 [height,width,3]. Turn [3,height,width] with "
+            "frame.permute(1, 2, 0).contiguous()."
+        )
+    return Frame(tensor, bgr)

@@ -1,0 +1,396 @@
+"""Graphs prepare frames as the host does, pixel for pixel, for any size, way to fit, filter and order of channels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import Share
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import LeRobotResize
+from sinkprune.contract.precision import Array
+from sinkprune.policies.policy import Policy
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from sinkprune.runtime.device.dlpack import read_pixels
+from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
+from sinkprune.runtime.families.llava_next import LlavaNextProcessor
+from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
+from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs
+from sinkprune.runtime.frames.graphs import bilinear_form, square_form
+from sinkprune.runtime.media.frame import Frame
+from sinkprune.serving.sessions import Session
+from support.stand_ins.fake_ort_cuda import CudaRig
+from support.stand_ins.fake_tensorrt import build_fake_engines
+from support.stand_ins.tensorrt_rig import Rig
+
+SIDE = 42
+SQUARE = {"height": SIDE, "width": SIDE}
+PIXELS: dict[str, Any] = {
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
+}
+CLIP = {
+    **PIXELS,
+    "do_resize": True,
+    "size": {"shortest_edge": SIDE},
+    "do_center_crop": True,
+    "crop_size": SQUARE,
+    "do_pad": False,
+}
+SIZES = [(64, 48), (48, 64), (131, 97), (SIDE, SIDE), (20, 11), (1, 1), (400, 7)]
+
+
+class Host(OrtBackend):
+    """ONNX Runtime on the processor, which prepares frames by the graph, and borrows tensors of "GPUs"."""
+
+    prepares_frames = 4
+
+    def borrow(self, frame: Any) -> Any:
+        found = read_pixels(frame, 1)
+        bytes_of = (ctypes.c_uint8 * prod(found.shape)).from_address(found.address)
+        return self.tensor(np.array(bytes_of).reshape(found.shape))
+
+
+@pytest.fixture(scope="module")
+def backend() -> Host:
+    return Host("ort-cpu", 1, "fastest")
+
+
+@pytest.fixture
+def by_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Pipelines on ort-cpu prepare frames by the graph. Yields the number of frames of each run."""
+    runs, run = list[int](), FrameGraph.run
+    monkeypatch.setattr(OrtBackend, "prepares_frames", 4)
+    monkeypatch.setattr(OrtBackend, "borrow", Host.borrow)
+
+    def counted(graph: FrameGraph, frames: Any) -> Any:
+        runs.append(len(frames))
+        return run(graph, frames)
+
+    monkeypatch.setattr(FrameGraph, "run", counted)
+    yield runs
+
+
+def photo_of(size: tuple[int, int], seed: int = 0) -> Array:
+    """Return noise with extremes, which overshoot: [height,width,3]."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    pixels[::3] = np.where(pixels[::3] < 128, 0, 255)
+    return pixels
+
+
+def prepared(
+    backend: Host, processor: Any, pixels: Array, settings: dict[str, Any], *, masked: bool = False, dtype: Any = "f4"
+) -> Array | None:
+    form = square_form(SIDE, pixel_table(settings, np.dtype(dtype)), masked=masked, views=3)
+    return by(form, backend, processor, pixels)
+
+
+def by(form: FrameForm, backend: Host, processor: Any, pixels: Array) -> Array | None:
+    frame = Frame.of_array(pixels)
+    several = hasattr(processor, "frame_plans")
+    plans = processor.frame_plans(frame.size) if several else [processor.frame_plan(frame.size)]
+    inputs = FrameGraph(backend, form).planned(frame, plans)
+    return None if inputs is None else backend.numpy(inputs.prepared(backend)["pixel_values"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fit", FITS)
+def test_squares_are_those_of_pillow(backend: Host, fit: Fit, size: tuple[int, int]) -> None:
+    processor, pixels = SquareProcessor(CLIP).fitted(fit, SIDE), photo_of(size)
+    expected = processor(Image.fromarray(pixels))[None]
+    np.testing.assert_array_equal(prepared(backend, processor, pixels, CLIP), expected, strict=True)
+
+
+@pytest.mark.parametrize("resample", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [(131, 97), (20, 30)])
+def test_filters_are_those_of_pillow(backend: Host, resample: int, size: tuple[int, int]) -> None:
+    settings = {**CLIP, "resample": resample}
+    processor, pixels = SquareProcessor(settings), photo_of(size)
+    found = prepared(backend, processor, pixels, settings)
+    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"size": {"shortest_edge": SIDE - 9}},
+        {"do_resize": False},
+        {"do_resize": False, "do_pad": True},
+        {"do_center_crop": False, "size": SQUARE},
+        {"do_rescale": False, "do_normalize": False},
+    ],
+)
+def test_crops_beyond_the_picture_are_black(backend: Host, changed: dict[str, Any]) -> None:
+    settings = {**CLIP, **changed}
+    processor, pixels = SquareProcessor(settings), photo_of((57, 33))
+    found = prepared(backend, processor, pixels, settings)
+    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
+
+
+@pytest.mark.parametrize("size", SIZES[:-1])
+def test_a_policys_bars_are_zero(backend: Host, size: tuple[int, int]) -> None:
+    settings = {**PIXELS, "size": SQUARE, "pad_size": SQUARE}
+    processor, pixels = PaddedProcessor(settings), photo_of(size)
+    found = prepared(backend, processor, pixels, settings, masked=True)
+    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
+
+
+@pytest.mark.parametrize("kind", get_args(LeRobotResize))
+@pytest.mark.parametrize("size", SIZES[:-1])
+def test_floats_are_those_of_lerobot(backend: Host, kind: str, size: tuple[int, int]) -> None:
+    settings = {**PIXELS, "pad_size": SQUARE, "image_processor_type": kind}
+    processor, pixels = ResizeWithPad(settings), photo_of(size)
+    reversed_view = np.ascontiguousarray(pixels[..., ::-1])[..., ::-1]
+    expected = processor(Image.fromarray(pixels))[None]
+    for dtype in (np.float32, np.float16):
+        found = by(bilinear_form(SIDE, np.dtype(dtype), settings), backend, processor, reversed_view)
+        np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (48, 64), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)])
+def test_tiles_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None:
+    grid = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE], [SIDE, 3 * SIDE]]
+    settings = {**CLIP, "image_grid_pinpoints": grid}
+    processor, pixels = LlavaNextProcessor(settings, SIDE), photo_of(size)
+    expected = processor(Image.fromarray(pixels))
+    np.testing.assert_array_equal(prepared(backend, processor, pixels, settings), expected, strict=True)
+    changed = LlavaNextProcessor({**settings, "size": {"shortest_edge": SIDE + 1}}, SIDE)
+    assert prepared(backend, changed, pixels, settings) is None
+
+
+def test_values_are_rounded_to_fp16_once(backend: Host) -> None:
+    processor, pixels = SquareProcessor(CLIP), photo_of((60, 50))
+    expected = processor(Image.fromarray(pixels))[None].astype(np.float16)
+    np.testing.assert_array_equal(prepared(backend, processor, pixels, CLIP, dtype="f2"), expected, strict=True)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+def test_reversed_views_keep_their_order_in_memory(backend: Host, fit: Fit) -> None:
+    bgr = photo_of((60, 50))
+    frame = Frame.of_array(bgr[..., ::-1])
+    np.testing.assert_array_equal(frame.pixels, bgr)
+    assert not np.shares_memory(frame.pixels, bgr)
+    processor = SquareProcessor(CLIP).fitted(fit, SIDE)
+    expected = processor(Image.fromarray(np.ascontiguousarray(bgr[..., ::-1])))[None]
+    np.testing.assert_array_equal(prepared(backend, processor, bgr[..., ::-1], CLIP), expected)
+
+
+def test_the_host_prepares_what_has_no_exact_sums(backend: Host) -> None:
+    nearest = SquareProcessor({**CLIP, "resample": 0})
+    assert prepared(backend, nearest, photo_of((60, 50)), CLIP) is None
+    stretched = SquareProcessor({**CLIP, "size": SQUARE, "do_center_crop": False})
+    assert prepared(backend, stretched, photo_of((5_000, 2)), CLIP) is not None
+    assert prepared(backend, stretched, photo_of((44_000, 2)), CLIP) is None
+
+
+@pytest.mark.parametrize(("name", "share"), [("qwen", None), ("qwen3-vl", Share(1, 4))])
+@pytest.mark.parametrize("size", [(70, 50), (50, 90), (200, 30), (13, 11)])
+def test_patches_are_those_of_the_host(
+    backend: Host, bundle: Callable[..., Path], name: str, share: Share | None, size: tuple[int, int]
+) -> None:
+    family = load_family(read_bundle(bundle(name)).manifest)
+    family, pixels = family if share is None else family.smaller(share), photo_of(size)
+    form, frame = family.frame_form(), Frame.of_array(pixels)
+    assert form is not None
+    inputs = FrameGraph(backend, form).planned(frame, family.frame_plans(size), family.tables(frame))
+    expected = family.inputs(Image.fromarray(pixels))
+    assert inputs is not None
+    found = inputs.prepared(backend)
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(backend.numpy(found[key]), array, strict=True)
+
+
+@dataclass
+class OnGpu:
+    """A tensor of another library that says it is on a GPU."""
+
+    array: Array
+    device: int = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        assert self.device == 1 or stream
+        return self.array.__dlpack__()
+
+
+class ByInterface:
+    """The same by Numba's interface alone."""
+
+    def __init__(self, array: Array) -> None:
+        found = array.__array_interface__
+        self.kept, self.__cuda_array_interface__ = array, {**found, "version": 3}
+
+
+def test_answers_are_those_of_the_host(
+    bundle: Callable[..., Path], by_graph: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pixels = bundle("gqa-112", budgets=("retain-64",)), photo_of((90, 60))
+    ours = Pipeline.load(path, fit="pad")
+    monkeypatch.setattr(OrtBackend, "prepares_frames", 0)
+    theirs = Pipeline.load(path, fit="pad")
+    expected = theirs.generate(pixels, "What is this?", budget="retain-64", max_new_tokens=3)
+    bgr = np.ascontiguousarray(pixels[..., ::-1])
+    pictures: list[tuple[Any, str]] = [
+        (Image.fromarray(pixels), "rgb"),
+        (pixels, "rgb"),
+        (bgr, "bgr"),
+        (OnGpu(pixels), "rgb"),
+        (OnGpu(bgr), "bgr"),
+        (ByInterface(bgr), "bgr"),
+        (OnGpu(bgr, device=1), "bgr"),
+    ]
+    for picture, order in pictures:
+        found = ours.generate(picture, "What is this?", budget="retain-64", max_new_tokens=3, order=order)
+        assert found.token_ids == expected.token_ids
+        for one, other in zip(found.images, expected.images, strict=True):
+            np.testing.assert_array_equal(one.norms, other.norms)
+    assert by_graph == [1] * 7
+    with pytest.raises(ImageError, match="found a frame on the GPU"):
+        theirs.generate(OnGpu(pixels), "What is this?")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", [OnGpu, ByInterface])
+def test_tensors_are_read_in_their_place(tensor: Callable[[Array], Any]) -> None:
+    pixels = photo_of((30, 20))
+    found = read_pixels(tensor(pixels), 1)
+    assert (found.address, found.shape) == (pixels.ctypes.data, (1, 20, 30, 3))
+    for wrong in (pixels[:, ::2], pixels.transpose(1, 0, 2), pixels.view(np.int8), pixels.astype(np.float32)):
+        with pytest.raises(ImageError, match="contiguous"):
+            read_pixels(tensor(wrong), 1)
+
+
+class Refusing(OnGpu):
+    """A tensor that its library does not share, as PyTorch's with a gradient."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        raise BufferError("it requires gradient")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        OnGpu(photo_of((30, 20)).transpose(2, 0, 1)),
+        OnGpu(photo_of((3, 2)), device=4),
+        Refusing(photo_of((30, 20))),
+        Refusing(photo_of((30, 20)), device=1),
+    ],
+)
+def test_other_tensors_are_rejected(bundle: Callable[..., Path], by_graph: list[int], tensor: Any) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112", budgets=("retain-64",)))
+    with pytest.raises(ImageError, match=r"permute|first CUDA GPU|detach"):
+        pipeline.generate(tensor, "What is this?")
+
+
+def test_a_session_recognises_arrays(bundle: Callable[..., Path], by_graph: list[int]) -> None:
+    pixels = photo_of((90, 60))
+    session = Session(Pipeline.load(bundle("gqa-112", budgets=("retain-64",))))
+    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
+    gpu: Any = OnGpu(pixels)
+    for picture in (pixels, np.ascontiguousarray(pixels[..., ::-1])[..., ::-1], Image.fromarray(pixels)):
+        last = session.generate(picture, "What is this?", **options)
+    assert (by_graph, last.reused_towers) == ([1], 1)
+    # Pixels on a GPU are not compared.
+    for _ in range(2):
+        last = session.generate(gpu, "What is this?", **options)
+    assert (by_graph, last.reused_towers) == ([1, 1, 1], 0)
+
+
+def test_cameras_of_one_size_are_prepared_at_once(
+    bundle: Callable[..., Path], by_graph: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bundle("pi0", budgets=("prune-88.9",), max_images=2)
+    monkeypatch.setattr(OrtBackend, "prepares_frames", 0)
+    theirs = Policy.load(path)
+    monkeypatch.setattr(OrtBackend, "prepares_frames", 4)
+    ours = Policy.load(path)
+    state = np.zeros(len(ours.bundle.manifest.acting.usual_state))
+    one, same, other = photo_of((64, 48)), photo_of((64, 48), 1), photo_of((50, 60))
+    cases: list[tuple[list[Any], list[int]]] = [
+        ([one, same], [2]),
+        ([one, other], [1, 1]),
+        ([OnGpu(one), OnGpu(same)], [1, 1]),
+    ]
+    for cameras, runs in cases:
+        by_graph.clear()
+        arrays = [camera.array if isinstance(camera, OnGpu) else camera for camera in cameras]
+        found, expected = (
+            policy.act(given, "pick up the cup", state, seed=1)
+            for policy, given in ((ours, cameras), (theirs, arrays))
+        )
+        np.testing.assert_array_equal(found.actions, expected.actions)
+        assert by_graph == runs
+
+
+def test_pictures_that_the_host_prepares_join_frames(backend: Host) -> None:
+    form = square_form(SIDE, pixel_table(CLIP, np.dtype("f4")), masked=False)
+    graph, processor = FrameGraph(backend, form), SquareProcessor(CLIP)
+    first, second = photo_of((60, 50)), photo_of((40, 30))
+    planned = graph.planned(Frame.of_array(first), [processor.frame_plan((60, 50))])
+    assert planned is not None
+    on_host = {"pixel_values": processor(Image.fromarray(second))[None]}
+    found = FrameInputs(graph, (*planned.parts, on_host)).prepared(backend)["pixel_values"]
+    expected = np.stack([processor(Image.fromarray(pixels)) for pixels in (first, second)])
+    np.testing.assert_array_equal(backend.numpy(found), expected)
+
+
+def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    opened = read_bundle(bundle("gqa-112", budgets=("retain-64",)))
+    form = load_family(opened.manifest).frame_form()
+    assert form is not None
+    build_fake_engines(opened, tmp_path / "engines", form=form)
+    rig, host = Rig(opened, tmp_path / "engines"), Pipeline.load(opened)
+    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
+    pixels, large = photo_of((90, 60)), photo_of((2300, 20))
+    expected = host.generate(pixels, "What is this?", **options)
+    for picture, order in ((pixels, "rgb"), (pixels[..., ::-1], "bgr")):
+        found = rig.pipeline.generate(picture, "What is this?", order=order, **options)
+        assert found.token_ids == expected.token_ids
+        np.testing.assert_array_equal(found.images[0].norms, expected.images[0].norms)
+
+    def calls() -> list[tuple[int, ...]]:
+        every = (call for context in rig.contexts(COLUMNS_FIRST) for call in context.enqueued)
+        return [shapes["frame"] for shapes, _ in every]
+
+    before = calls()
+    assert {*before} == {(1, 60, 90, 3)}
+    # No engine takes larger frames, which the host prepares.
+    assert rig.pipeline.generate(large, "What is this?", **options).token_ids
+    assert calls() == before
+    copied = rig.backend.stack([rig.backend.tensor(np.full((1, 2), value, np.float16)) for value in (1, 2)])
+    np.testing.assert_array_equal(rig.backend.numpy(copied), np.array([[1, 1], [2, 2]], np.float16), strict=True)
+
+
+def test_ort_cuda_reads_tensors_in_their_place(bundle: Callable[..., Path]) -> None:
+    path, pixels = bundle("gqa-112", budgets=("retain-64",)), photo_of((90, 60))
+    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
+    expected = Pipeline.load(path).generate(pixels, "What is this?", **options)
+    rig = CudaRig(path)
+    ours, bgr = rig.pipeline(), np.ascontiguousarray(pixels[..., ::-1])
+    cases: list[tuple[Any, str]] = [(OnGpu(pixels), "rgb"), (OnGpu(bgr), "bgr"), (pixels, "rgb")]
+    for picture, order in cases * 3:
+        found = ours.generate(picture, "What is this?", order=order, **options)
+        assert found.token_ids == expected.token_ids
+        np.testing.assert_array_equal(found.images[0].norms, expected.images[0].norms)
+    assert COLUMNS_FIRST in rig.report.graphs
