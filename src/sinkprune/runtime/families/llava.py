@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.manifest import Manifest, SquareSettings, SquareTower, ViTTower
 from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
+from sinkprune.contract.schedule import VisualLayout, grid_boxes, merges_of, vit_flops
 from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 
@@ -164,6 +165,7 @@ class SquarePictures(Family):
     no_video: str
     """Why the family takes no video."""
     _processor: Callable[[Image.Image], Array]
+    _merges: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
@@ -204,6 +206,12 @@ class SquarePictures(Family):
             "the bundle has a plan for smaller pictures, and its tower takes one size. Export it again."
         )
 
+    def merging(self) -> SquarePictures:
+        """Return a copy with the FLOPs of the tower that merges tokens."""
+        other = copy(self)
+        other._merges = merges_of(self._tower)
+        return other
+
     def largest(self) -> dict[str, VisualLayout]:
         """Return the layout of any image, because all have the same number of tokens."""
         return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
@@ -215,6 +223,12 @@ class SquarePictures(Family):
     def _pixels(self, image: Image.Image) -> Array:
         """Return [G,3,image_size,image_size] fp32."""
         return self._processor(image)[None]
+
+    @property
+    def _tower_flops(self) -> int:
+        """The tower's FLOPs on one group. CLIP has a row more, for the CLS token."""
+        rows = self._tower.tokens + isinstance(self._tower, ViTTower)
+        return vit_flops(self._tower, rows, self._merges)
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
@@ -265,8 +279,7 @@ class Llava(SquarePictures):
             views=tuple(views),
             places=None,
             extent=0,
-            # CLIP has a row more, for the CLS token.
-            tower_flops=groups * vit_flops(self._tower, self._tower.tokens + isinstance(self._tower, ViTTower)),
+            tower_flops=groups * self._tower_flops,
             projector_flops=self._projector_flops,
         )
 

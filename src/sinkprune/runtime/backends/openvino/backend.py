@@ -216,7 +216,7 @@ OF_OPENVINO = "vision"
 class OrtWithOpenVinoBackend(OrtBackend):
     """`ort-cpu`, with the graphs `of_openvino` on `openvino`. Tensors are OrtValues."""
 
-    of_openvino: tuple[str, ...] = (OF_OPENVINO,)
+    of_openvino: tuple[str, ...] = OF_OPENVINO
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
@@ -262,7 +262,7 @@ def open_for_prefill(name: str, threads: int | None, compute: Compute, built: Bu
 class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
     """`openvino` for pictures and prompts, `ort-cpu` for new tokens. Both hold the weights of the decoder."""
 
-    of_openvino = (OF_OPENVINO, "projector")
+    of_openvino = (*OF_OPENVINO, "projector")
     compiles_lengths = True
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
