@@ -24,6 +24,7 @@ from sinkprune.contract.manifest import (
     FORMAT_VERSION,
     TOKENIZER,
     Manifest,
+    SquareTower,
     Tokens,
     decoder_segments,
 )
@@ -156,7 +157,7 @@ class _Export:
         )
         repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
         check_dialect(self.forms, request.dialect, repacked)
-        family = source.family
+        family, tower = source.family, source.family.vision
         groups = family.groups_of(source.processor)
         self.facts = PlanFacts(
             language_model=family.language_model,
@@ -170,7 +171,7 @@ class _Export:
             deepstack=family.deepstack,
             causal=family.causal,
             heads=request.heads.of(family.language_model) if request.heads else {},
-            merged=sum(merges_of(family.vision).values()) if family.merging_tower else 0,
+            merged=sum(merges_of(tower).values()) if family.merging_tower and isinstance(tower, SquareTower) else 0,
         )
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:

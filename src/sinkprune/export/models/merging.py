@@ -100,7 +100,7 @@ class Merging:
         op = self._graph.op
         return weights if self.sizes is None else op.Mul(weights, op.Unsqueeze(self.sizes, [1, 3]))
 
-    def of_a_place(self, received: ir.Value) -> ir.Value:
+    def of_a_place(self, received: ir.Value | None) -> ir.Value | None:
         """Return what each row received, [G,R], as the mean of its places."""
         return received if self.sizes is None else self._graph.op.Div(received, self.sizes)
 
