@@ -108,8 +108,14 @@ def test_ties_go_to_the_earlier(kind: str, tokens: int, tmp_path: Path) -> None:
 
 
 def test_merges_follow_the_published_counts() -> None:
-    def tower(kind: type[SquareTower], tokens: int, blocks: int, **more: int) -> SquareTower:
-        side = {"image_size": 14, "patch_size": 14, "tokens": tokens, "layer_norm_eps": 1e-5, "activation": "gelu"}
+    def tower(kind: type[SquareTower], tokens: int, blocks: int, **more: Any) -> SquareTower:
+        side: dict[str, Any] = {
+            "image_size": 14,
+            "patch_size": 14,
+            "tokens": tokens,
+            "layer_norm_eps": 1e-5,
+            "activation": "gelu",
+        }
         return kind(hidden_size=1024, intermediate_size=4096, num_heads=1, num_blocks=blocks, **side, **more)
 
     clip = tower(ViTTower, 576, 23)

@@ -15,6 +15,7 @@ from sinkprune import Pipeline, Policy
 from sinkprune.contract.budgets import MERGING_TOWER
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, UsageError
+from sinkprune.contract.manifest import SiglipTower
 from sinkprune.contract.schedule import merges_of, schedules_up_to
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -93,7 +94,7 @@ def test_a_place_has_the_fate_of_its_token(pipe: Pipeline, photo: Image.Image) -
 def test_sessions_keep_the_towers_apart(pipe: Pipeline, photo: Image.Image) -> None:
     session = Session(pipe)
     for budget in (PLAIN, MERGING, PLAIN, MERGING, "none"):
-        options = {"budget": budget, "max_new_tokens": 4}
+        options: dict[str, Any] = {"budget": budget, "max_new_tokens": 4}
         one, other = (asked.generate(photo, PROMPT, **options) for asked in (session, pipe))
         assert one.token_ids == other.token_ids
         for mine, fresh in zip(one.images, other.images, strict=True):
@@ -167,6 +168,8 @@ def test_each_camera_has_its_own_places(tmp_path: Path, photo: Image.Image) -> N
         np.testing.assert_array_equal(kept.index, alone.index)
         np.testing.assert_array_equal(kept.merged, alone.merged)
         assert kept.merged is not None and set(kept.index[0]) <= set(kept.merged[0])
-        assert len(set(kept.merged[0])) == 144 - sum(merges_of(policy.bundle.manifest.vision).values()) == 72
+        assert (
+            len(set(kept.merged[0])) == 144 - sum(merges_of(policy.bundle.manifest.tower(SiglipTower)).values()) == 72
+        )
     with pytest.raises((BudgetError, UsageError), match="tower"):
         policy.warm_up(cameras, "pick the red star", state, budget="prune-80+tower", seconds=0)
