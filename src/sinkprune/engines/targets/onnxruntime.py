@@ -15,7 +15,6 @@ from typing import BinaryIO
 
 import onnx
 
-from sinkprune.contract.budgets import is_tower
 from sinkprune.contract.bundle import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
@@ -23,6 +22,7 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
+from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO
 from sinkprune.runtime.backends.openvino.devices import import_openvino
 from sinkprune.runtime.system import architecture, instructions, trim_heap, usable_cores
 
@@ -97,7 +97,7 @@ class OnnxRuntimeBuilder(Builder):
 
 
 class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
-    """Builds as target onnxruntime does, but the vision tower as target openvino does."""
+    """Builds as target onnxruntime does, but the graphs `OF_OPENVINO` as target openvino does."""
 
     target: Target = "onnxruntime+openvino"
 
@@ -109,10 +109,10 @@ class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
         self.library_version = f"{self.library_version}+{self._openvino.library_version}"
 
     def file_name(self, graph: str) -> str:
-        return self._openvino.file_name(graph) if is_tower(graph) else super().file_name(graph)
+        return self._openvino.file_name(graph) if graph in OF_OPENVINO else super().file_name(graph)
 
     def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
-        if is_tower(job.model.graph):
+        if job.model.graph in OF_OPENVINO:
             return self._openvino.build(job, output, progress)
         return super().build(job, output, progress)
 

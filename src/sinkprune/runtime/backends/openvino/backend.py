@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import MERGING_TOWER, TOWER
 from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -209,8 +210,8 @@ def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, buil
     return opened(lambda: OrtWithOpenVinoBackend(name, threads, compute), name, provider, built)
 
 
-OF_OPENVINO = "vision"
-"""The graph of engines for both libraries that runs on OpenVINO."""
+OF_OPENVINO = (TOWER, MERGING_TOWER)
+"""The graphs of engines for both libraries that run on OpenVINO."""
 
 
 class OrtWithOpenVinoBackend(OrtBackend):
