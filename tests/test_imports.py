@@ -143,7 +143,7 @@ def test_every_exception_and_every_public_name_can_be_imported() -> None:
         for found in re.finditer(r"^class (\w+)\((\w+)\):", path.read_text(), re.MULTILINE):
             if hasattr(errors, found[2]) and path.name != "errors.py":
                 # The exporter leaves such a plan out, and nobody receives the error.
-                assert found[1] == "UnreachableMean"
+                assert found[1] == "UnreachableBudget"
     kinds = {
         name
         for name, kind in vars(errors).items()

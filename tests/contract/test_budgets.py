@@ -68,6 +68,7 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         "visual-keys": {"scores_over": "visual_keys"},
         "compact": {"positions": "compact"},
         "per-frame": {"frames": "apart"},
+        "tower": {"tower": "merging"},
     }
     assert set(changed) == set(OPTIONS)
     for option, fields in changed.items():

@@ -89,6 +89,8 @@ class Budget:
     """Whether survivors of a stage keep their position ids or are renumbered."""
     frames: Literal["together", "apart"] = "together"
     """Whether the frames of a clip form one group or one group each."""
+    tower: Literal["merging"] | None = field(default=None, metadata=OPTIONAL)
+    """Whether the vision tower merges similar tokens, of which the graphs then keep as many as of all tokens."""
 
     def resolve(self, tokens: int, groups: int = 1) -> Counts:
         """Return the counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
@@ -141,6 +143,7 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
+    "tower": lambda budget: replace(budget, tower="merging"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
 adds those with a number or a name."""
@@ -271,6 +274,17 @@ def parse_budget(family: str, name: str) -> Budget:
 MAX_TOP_K = 3840
 """The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
 
+TOWER = "vision"
+"""The graph of the vision tower."""
+MERGING_TOWER = "vision+tower"
+"""The vision tower that merges similar tokens, with the weights of `vision`."""
+
+
+def is_tower(graph: str) -> bool:
+    """Return whether a graph is a vision tower."""
+    return graph in (TOWER, MERGING_TOWER)
+
+
 AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
 """The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
 
@@ -296,6 +310,8 @@ class Plan:
     or those by which another method meets the budget's mean. None if there are `counts`."""
     heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
     """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
+    tower: str | None = field(default=None, metadata=OPTIONAL)
+    """The tower that runs in the place of `vision`, and merges tokens, of which `counts` are; None for `vision`."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
         """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sinkprune.contract.budgets import FAMILIES, Budget, Plan
+from sinkprune.contract.budgets import FAMILIES, MERGING_TOWER, TOWER, Budget, Plan, is_tower
 from sinkprune.contract.checks import Bounds, Count, Few, Size
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.folders import recover
@@ -276,7 +276,10 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     projector = [] if manifest.projector is None else [manifest.projector]
     selections = [graph for _, plan in plans for graph in plan.graphs]
     modulation = [MODULATION] if manifest.modulates else []
-    used = dict.fromkeys(["vision", *projector, *decoders, manifest.last_graph, *modulation, *selections])
+    towers = [TOWER, *(plan.tower for _, plan in plans if plan.tower is not None)]
+    if not all(map(is_tower, towers)):
+        yield f"runs the vision towers {', '.join(towers)}, expected {TOWER} or {MERGING_TOWER}"
+    used = dict.fromkeys([*towers, *projector, *decoders, manifest.last_graph, *modulation, *selections])
     for graph in used:
         if graph not in manifest.graphs:
             yield f"lacks the graph '{graph}'"
@@ -299,7 +302,7 @@ def _complaints_of_plan(manifest: Manifest, what: str, plan: Plan) -> Iterator[s
     if kept is None or other is not None:
         yield f"{what} must have {'shares and no counts' if has_shares else 'counts and no shares'}"
         return
-    chooses = kept.sanitizer if isinstance(kept, Budget) else kept.kept != manifest.most_visual_tokens
+    chooses = kept.sanitizer if isinstance(kept, Budget) else kept.kept != manifest.tokens_of(plan)
     if chooses and plan.sanitizer is None:
         yield f"{what} keeps some of the tokens, and no sanitizer to choose them"
     cuts = [str(layer) for layer in sorted(manifest.cut_after)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from sinkprune.contract.budgets import Plan
+from sinkprune.contract.budgets import TOWER, Plan
 from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest, PolicyFacts, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
@@ -48,18 +48,6 @@ class _Interfaces:
         vision = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
         self._tokens, self._width = vision["tokens"][1:] if len(vision.get("tokens", ())) == 3 else (None, None)
         self._deepstack_width = vision["deepstack"][-1] if "deepstack" in vision else None
-        # Without a projector the tower's tokens are the decoder's rows.
-        width = self._width if manifest.projector else self._lm.hidden_size
-        self._norms, self._salience = (
-            TensorSpec(name, "float32", (None, self._tokens)) for name in ("norms", "salience")
-        )
-        # The sanitizer selects DeepStack's features with the tokens, and the first segment adds them to the rows.
-        self._features = [
-            self._floats("tokens", None, self._tokens, width),
-            self._norms,
-            self._salience,
-            *self._deepstack("deepstack", None, self._tokens),
-        ]
         self._query, self._key = self._heads("query", self._lm.num_heads), self._heads("key", self._lm.num_kv_heads)
 
     def of_all_graphs(self) -> Iterator[_Interface]:
@@ -68,7 +56,11 @@ class _Interfaces:
         The inputs of `vision` depend on the family: the runtime checks them when it loads the family.
         """
         manifest, lm = self._manifest, self._lm
-        yield "vision", manifest.graphs["vision"].inputs, self._features
+        yield TOWER, manifest.graphs[TOWER].inputs, self._features(self._tokens)
+        towers = {plan.tower: plan for plans in manifest.plans.values() for plan in plans.values() if plan.tower}
+        for tower, plan in towers.items():
+            merged = TensorSpec("merged", "int64", (None, self._tokens))
+            yield tower, manifest.graphs[TOWER].inputs, [*self._features(manifest.tokens_of(plan)), merged]
         if manifest.projector:
             embeddings = self._floats("embeddings", None, None, lm.hidden_size)
             yield manifest.projector, [self._floats("tokens", None, None, self._width)], [embeddings]
@@ -120,22 +112,31 @@ class _Interfaces:
 
     def _of_plan(self, plan: Plan) -> Iterator[_Interface]:
         """Yield the interfaces of the graphs of a plan."""
-        width = self._lm.hidden_size
+        width, tokens = self._lm.hidden_size, self._manifest.tokens_of(plan) if plan.tower else self._tokens
+        features = self._features(tokens)
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
             # For sanitizers that read the question: all tokens, and its words, as the decoder receives them.
-            read = [self._floats("embeddings", None, self._tokens, width), self._floats("question", None, width)]
+            read = [self._floats("embeddings", None, tokens, width), self._floats("question", None, width)]
             chosen = [
                 self._floats("kept_tokens", None, kept, self._width),
                 TensorSpec("kept_index", "int64", (None, kept)),
                 *self._deepstack("kept_deepstack", None, kept),
             ]
-            yield plan.sanitizer, [*self._features, *read], chosen
+            yield plan.sanitizer, [*features, *read], chosen
         indices = _index("visual_index", "text_index", "visual_group", "quota")
-        given = [*self._rows(), self._query, self._key, *indices, self._norms]
+        given = [*self._rows(), self._query, self._key, *indices, *features[1:2]]
         left = [*self._rows("_out"), *_index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, given, left
+
+    def _features(self, tokens: Any) -> list[TensorSpec]:
+        """Return the outputs of a tower that gives so many tokens of each group."""
+        # Without a projector the tower's tokens are the decoder's rows.
+        width = self._width if self._manifest.projector else self._lm.hidden_size
+        values = [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
+        # The sanitizer selects DeepStack's features with the tokens, and the first segment adds them to the rows.
+        return [self._floats("tokens", None, tokens, width), *values, *self._deepstack("deepstack", None, tokens)]
 
     def _floats(self, name: str, *shape: Any) -> TensorSpec:
         return TensorSpec(name, DTYPES[self._manifest.precision].name, shape)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import UNPRUNED, Budget, Plan
+from sinkprune.contract.budgets import TOWER, UNPRUNED, Budget, Plan, is_tower
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
@@ -447,9 +447,16 @@ class Manifest:
         taken = {tensor.name: tensor.shape for tensor in self.graphs["decoder_0"].inputs}
         return int(taken["deepstack"][-1]) if "deepstack" in taken else 0
 
+    def tokens_of(self, plan: Plan) -> int:
+        """Return the number of tokens of a group that the tower of a `plan` gives, at most."""
+        if plan.tower is None:
+            return self.most_visual_tokens
+        sizes = (size for one in self.graphs[plan.tower].outputs if one.name == "norms" for size in one.shape[1:])
+        return next((size for size in sizes if isinstance(size, int)), 0)
+
     def weight_bytes(self, graph: str) -> int:
         """Return the bytes of a graph's weights; 0 for the graphs of pruning plans."""
-        spec = self.files.get(f"graphs/weights/{graph}.bin")
+        spec = self.files.get(f"graphs/weights/{TOWER if is_tower(graph) else graph}.bin")
         return spec.size if spec else 0
 
     def plan(self, method: str, budget: str) -> Plan | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from sinkprune.contract.budgets import is_tower
 from sinkprune.contract.errors import TooLittleMemoryError
 from sinkprune.contract.precision import DTYPES, WeightsName
 
@@ -320,7 +321,7 @@ def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
 
 def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) -> WeightCopies:
     """Return the copies of weights of a graph, or of its engine if it is `built`."""
-    vision, forms = graph == "vision", manifest.weights
+    vision, forms = is_tower(graph), manifest.weights
     library = memory.vision or memory.decoder if vision else memory.decoder
     copies = library.copies[forms.vision if vision else forms.decoder]
     return copies._replace(loading=0) if built and library.maps_engines else copies

@@ -5,7 +5,7 @@ This module counts survivors on the host, and `sinkprune.export.pruning.plan` in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -13,7 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED, Counts, Plan
-from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts, QwenTower, SquareTower
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts, QwenTower, SiglipTower, SquareTower
 from sinkprune.contract.precision import Array
 
 
@@ -174,11 +175,18 @@ def scheduled(budget: str, plan: Plan | None, layouts: Sequence[VisualLayout]) -
 def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Schedule]:
     """Return the schedules of `budget` and of all budgets of `method` that keep no more of such pictures.
 
-    The largest is first. Raises `BudgetError` for an unknown method or budget.
+    The largest is first. They are chosen after the tower, so budgets with a tower of their own are left out. Raises
+    `BudgetError` for one of those, and for an unknown method or budget.
     """
-    layers = manifest.language_model.num_layers
-    most = schedule(manifest, method, budget, layouts).size(layers)
-    every = [schedule(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
+    layers, own = manifest.language_model.num_layers, schedule(manifest, method, budget, layouts)
+    if own.plan is not None and own.plan.tower is not None:
+        raise BudgetError(
+            f"deadlines choose a budget after the vision tower, and '{budget}' has a tower of its own (option "
+            "'tower'). Give a budget without that option, or no deadline."
+        )
+    most, plans = own.size(layers), manifest.plans[method]
+    names = [UNPRUNED, *(name for name, plan in plans.items() if plan.tower is None)]
+    every = [schedule(manifest, method, name, layouts) for name in names]
     return sorted((one for one in every if one.size(layers) <= most), key=lambda one: -one.size(layers))
 
 
@@ -231,12 +239,34 @@ def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
     return own + 2 * ends
 
 
-def vit_flops(tower: SquareTower, rows: int) -> int:
-    """Return the matmul FLOPs of patches and computed blocks of a transformer on one picture, in `rows` rows."""
+def merges_of(tower: SquareTower) -> dict[int, int]:
+    """Return how many tokens each block (0-based) of a merging tower merges, after its attention.
+
+    iLLaVA merges 92 of 576 tokens in each of blocks 5 to 8 of 24. Other towers merge the same share of their tokens,
+    at the same part of their depth. A block merges at most every other token. Empty for a tower whose salience is
+    that of a block before these.
+    """
+    first, count = (10 * tower.num_blocks + 24) // 48, -(-tower.num_blocks // 6)
+    merges, left = {}, tower.tokens
+    for block in range(first, first + count):
+        merges[block] = min(tower.tokens * 4 * 92 // (576 * count), left // 2)
+        left -= merges[block]
+    last = tower.salience_block if isinstance(tower, SiglipTower) else tower.num_blocks
+    return merges if first + count <= last else {}
+
+
+def vit_flops(tower: SquareTower, rows: int, merges: Mapping[int, int]) -> int:
+    """Return the matmul FLOPs of patches and computed blocks of a transformer on one picture, in `rows` rows.
+
+    `merges` are the rows that blocks merge, between their attention and their MLP.
+    """
     d, m = tower.hidden_size, tower.intermediate_size
-    patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d
-    block = 2 * (4 * rows * d * d + 2 * rows * rows * d + 2 * rows * d * m)
-    return patches + tower.num_blocks * block
+    flops = 2 * tower.tokens * 3 * tower.patch_size**2 * d
+    for block in range(tower.num_blocks):
+        flops += 2 * (4 * rows * d * d + 2 * rows * rows * d)
+        rows -= merges.get(block, 0)
+        flops += 2 * (2 * rows * d * m)
+    return flops
 
 
 def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:

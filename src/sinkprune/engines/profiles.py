@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import Plan
+from sinkprune.contract.budgets import Plan, is_tower
 from sinkprune.contract.bundle import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.checks import WholeNumber, counted
 from sinkprune.contract.errors import BundleError, UsageError
@@ -160,7 +160,7 @@ class _Picture:
         """Return every dynamic dimension of `graph`, for pictures up to this one."""
         groups, n, visual = self.layout.groups, self.layout.tokens, self.visual_counts(graph)
         # A policy's tower runs once, on all cameras.
-        groups *= limits.images if self.manifest.policy and graph == "vision" else 1
+        groups *= limits.images if self.manifest.policy and is_tower(graph) else 1
         usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
         usual, most = self._usual(visual, limits), limits.images * max(visual)
         fewest = 1 if self.manifest.any_resolution or self.layout.groups > 1 else min(visual)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import Plan
+from sinkprune.contract.budgets import MERGING_TOWER, TOWER, Plan, is_tower
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
@@ -24,12 +24,14 @@ from sinkprune.contract.manifest import (
     FORMAT_VERSION,
     TOKENIZER,
     Manifest,
+    SquareTower,
     Tokens,
     decoder_segments,
 )
 from sinkprune.contract.memory import available_bytes, compared_sizes
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
+from sinkprune.contract.schedule import merges_of
 from sinkprune.export.dialects import load_dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
@@ -91,8 +93,12 @@ def export_bundle(
         with replacing(output, BUNDLE, needed, way_out, force=force) as root:
             needs(memory, needed)
             export.expected = _whole(family, shallow, lambda graph: graph.values) + _table_size(family)
-            built = export.weight_graphs(decoder_segments(cut_after, lm.num_layers))
-            graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
+            graphs = {}
+            for graph in export.weight_graphs(decoder_segments(cut_after, lm.num_layers)):
+                graphs[graph.name] = graph.save(root, f"graphs/{graph.name}.onnx")
+                if graph.name == TOWER and any(plan.kept.tower for plan in plans_of_all):
+                    merging = export.merging_tower()
+                    graphs[merging.name] = merging.save_with_weights_of(graph, root, f"graphs/{merging.name}.onnx")
             plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
             for method, by_budget in planned.items():
                 for name, plan in by_budget.items():
@@ -151,7 +157,7 @@ class _Export:
         )
         repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
         check_dialect(self.forms, request.dialect, repacked)
-        family = source.family
+        family, tower = source.family, source.family.vision
         groups = family.groups_of(source.processor)
         self.facts = PlanFacts(
             language_model=family.language_model,
@@ -165,14 +171,26 @@ class _Export:
             deepstack=family.deepstack,
             causal=family.causal,
             heads=request.heads.of(family.language_model) if request.heads else {},
+            merged=sum(merges_of(tower).values()) if family.merging_tower and isinstance(tower, SquareTower) else 0,
         )
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
         """Build the graphs with weights one at a time."""
         for name, write in self._source.family.graphs(segments, self._source.weights).items():
-            graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.read)
+            graph = self._new_graph(name)
             write(graph)
             yield graph
+
+    def merging_tower(self) -> WeightedGraph:
+        """Build the tower that merges tokens."""
+        graph, write = self._new_graph(MERGING_TOWER), self._source.family.merging_tower
+        if write is None:
+            raise ValueError("the tower cannot merge")
+        write(graph)
+        return graph
+
+    def _new_graph(self, name: str) -> WeightedGraph:
+        return WeightedGraph(name, self.precision, self.dialect, self._form(name), self.read)
 
     def read(self, name: str, shape: Sequence[int]) -> Array:
         array = self._source.weights.tensor(name, shape)
@@ -187,7 +205,7 @@ class _Export:
 
     def _form(self, graph: str) -> WeightForm:
         weights, requested, forms = self._source.weights, self._request.weights, self.forms
-        name = forms.vision if graph == "vision" else forms.decoder
+        name = forms.vision if is_tower(graph) else forms.decoder
         if self._source.quantisation is None:
             return form_of(name, forms.block_size)
         from sinkprune.export.weights.quantised_weights import (
@@ -204,7 +222,7 @@ class _Export:
                 self._requantised(Requantised.between(name, weight, found.values()))
 
         form = form_of(name, forms.block_size, on_rounded)
-        if graph == "vision":
+        if is_tower(graph):
             return form
         if weights.quantisation.repacks(requested):
             form = RepackedForm(weights, forms.block_size, self._count)

@@ -189,6 +189,13 @@ class WeightedGraph(Graph):
 
         return self.stored(f"{name}.bias", self.precision.onnx, [sum(parts.values())], read)
 
+    def save_with_weights_of(self, other: WeightedGraph, root: Path, file: str) -> GraphSpec:
+        """Write the graph, which reads weights that `other` has saved in the same folder."""
+        held = {value.name: value.const_value for value in other._weights}
+        for value in self._weights:
+            value.const_value = held[value.name]
+        return super().save(root, file)
+
     def save(self, root: Path, file: str) -> GraphSpec:
         """Write the weights, then the graph; raises `CheckpointError` for a weight that does not fit."""
         folder, location = (root / file).parent, f"weights/{self.name}.bin"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Plan, parse_budget
+from sinkprune.contract.budgets import FAMILIES, MERGING_TOWER, UNPRUNED, Budget, Plan, parse_budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.export.methods import load_method
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ def plan_graphs(
             "option 'compact' renumbers rows in line, and the positions of this family have several axes. "
             "Leave the option out."
         )
+    shares = {name: _after_tower(facts, name, budget) for name, budget in budgets.items()}
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(builders.items(), budgets.items()):
         try:
-            planned[method][name] = build(facts, budget)
-        except UnreachableMean as error:
+            planned[method][name] = build(facts.after_tower(budget), shares[name])
+        except UnreachableBudget as error:
             unreachable.append(Unreachable(method, name, str(error)))
             continue
         _check_first_cut(facts, method, planned[method][name])
@@ -67,6 +68,13 @@ def plan_graphs(
     for missed in unreachable:
         left_out(missed)
     return planned
+
+
+def _after_tower(facts: PlanFacts, name: str, budget: Budget) -> Budget:
+    try:
+        return facts.shares_after_tower(budget)
+    except BudgetError as error:
+        raise BudgetError(f"budget '{name}': {error}") from error
 
 
 def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
@@ -94,7 +102,8 @@ def save_plan(
     }
     sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
     selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
+    facts, tower = facts.after_tower(built.kept), MERGING_TOWER if built.kept.tower else None
     counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
     shares = None if counts else built.kept
     heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None
-    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads), graphs
+    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads, tower), graphs

@@ -160,10 +160,17 @@ class _ChunkBudgets(Budgets):
     """After `choose`."""
 
     def __init__(
-        self, model: LoadedModel, method: str, layouts: Sequence[VisualLayout], choose: Choose, *, timed: bool
+        self,
+        model: LoadedModel,
+        method: str,
+        plan: Plan | None,
+        layouts: Sequence[VisualLayout],
+        choose: Choose,
+        *,
+        timed: bool,
     ) -> None:
         self._model, self._method, self._layouts, self._choose = model, method, layouts, choose
-        self.timed = timed
+        self.plan, self.timed = plan, timed
 
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
         budget, self.steps = self._choose(text)
@@ -175,8 +182,10 @@ class _ChunkBudgets(Budgets):
 class _AllCameras(Rows):
     """One call of the tower for all cameras."""
 
-    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
-        tower = run_tower(chain, joined_inputs([picture.inputs for picture in pictures]), clock)
+    def towers(
+        self, chain: Chain, plan: Plan | None, pictures: Sequence[TowerInput], clock: Stopwatch
+    ) -> list[TowerOutput]:
+        tower = run_tower(chain, joined_inputs([picture.inputs for picture in pictures]), clock, plan)
         return of_each_group(chain.backend, tower)
 
 
@@ -186,6 +195,7 @@ def run_chunk(
     times: StepTimes,
     observation: Observation,
     method: str,
+    plan: Plan | None,
     choose: Choose,
     observer: Observer,
     *,
@@ -193,13 +203,15 @@ def run_chunk(
 ) -> ActionReport:
     """Run the steps of a chunk, in order; raises what `Policy.act` raises.
 
-    `timed` is whether `choose` reads the clock, and must be called when the tower is done.
+    The tower is that of `plan`, and `choose` returns its budget, or another with the same tower. `timed` is whether
+    `choose` reads the clock, and must be called when the tower is done.
     """
+    model = model.for_plan(plan)
     manifest, chain, clock = model.manifest, model.chain, Stopwatch(model.chain.backend, observer.during)
     rows = _AllCameras()
     encode_prompt = partial(_encoded, model, observation)
     looked = look(model, observation.cameras, encode_prompt, None, rows, observer, clock, "latency")
-    budgets = _ChunkBudgets(model, method, looked.layouts, choose, timed=timed)
+    budgets = _ChunkBudgets(model, method, plan, looked.layouts, choose, timed=timed)
 
     def question_of(plan: Plan | None) -> list[int]:
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []

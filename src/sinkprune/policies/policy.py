@@ -123,7 +123,8 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
         if deadline_ms is None:
             self._model.chain.load_plan(plan)
-            return self._run(observation, method, lambda text: (budget, observation.steps), observer, timed=False)
+            chosen = budget, observation.steps
+            return self._run(observation, method, plan, lambda text: chosen, observer, timed=False)
         costs = self._known_costs(method)
         check_costs(costs, manifest, method, budget, len(observation.cameras))
         deadline = ChunkDeadline(
@@ -137,7 +138,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
             frames=len(observation.cameras),
         )
         uses = self._model.chain.first_uses
-        report = self._run(observation, method, deadline.choose, observer)
+        report = self._run(observation, method, plan, deadline.choose, observer)
         comparable = self._model.chain.first_uses == uses
         return replace(report, deadline=deadline.report(report.step_ms, comparable=comparable))
 
@@ -176,7 +177,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
                 seen.append(time.perf_counter())
                 return name, steps
 
-            report = self._run(observation, method, choose, NOBODY)
+            report = self._run(observation, method, None, choose, NOBODY)
             return seen[0], report
 
         budgets, frames = [planned.budget for planned in schedules], len(observation.cameras)
@@ -219,6 +220,15 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         return self.bundle.manifest.plan(method, budget)
 
     def _run(
-        self, observation: Observation, method: str, choose: Choose, observer: Observer, *, timed: bool = True
+        self,
+        observation: Observation,
+        method: str,
+        plan: Plan | None,
+        choose: Choose,
+        observer: Observer,
+        *,
+        timed: bool = True,
     ) -> ActionReport:
-        return run_chunk(self._model, self.facts, self._times, observation, method, choose, observer, timed=timed)
+        return run_chunk(
+            self._model, self.facts, self._times, observation, method, plan, choose, observer, timed=timed
+        )

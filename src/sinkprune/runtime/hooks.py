@@ -90,9 +90,11 @@ class Rows:
         """Return whether the tower's output for the request's picture in this `place` is known."""
         return False
 
-    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
-        """Return the vision tower's output for each picture; raises what `run_tower` does."""
-        return [run_tower(chain, picture.inputs, clock) for picture in pictures]
+    def towers(
+        self, chain: Chain, plan: Plan | None, pictures: Sequence[TowerInput], clock: Stopwatch
+    ) -> list[TowerOutput]:
+        """Return the output of a plan's vision tower for each picture; raises what `run_tower` does."""
+        return [run_tower(chain, picture.inputs, clock, plan) for picture in pictures]
 
     def restore(
         self, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]], question: Sequence[int]

@@ -63,7 +63,10 @@ def token_fates(kept: Kept) -> TokenFates:
     if counts is None:
         raise ValueError("an unpruned run has nothing to draw")
     sink, alive = (np.zeros((groups, n), bool) for _ in range(2))
-    by_norm = np.argsort(-kept.norms, axis=1, kind="stable")
+    each = np.broadcast_to(np.arange(n), (groups, n))
+    # A token that was merged into another has its fate.
+    merged = each if kept.merged is None else kept.merged
+    by_norm = np.argsort(np.where(merged == each, -kept.norms, np.inf), axis=1, kind="stable")
     np.put_along_axis(sink, by_norm[:, : counts.outliers], True, axis=1)
     np.put_along_axis(alive, kept.index[:, counts.sink :], True, axis=1)
     sources = kept.tokens
@@ -76,7 +79,14 @@ def token_fates(kept: Kept) -> TokenFates:
         before = after
         if counts.sink and sink_dropped_after is None and not sink_rows[rows].any():
             sink_dropped_after = layer
-    return TokenFates(sink.ravel(), alive.ravel(), before, dropped_after, sink_dropped_after)
+    fate = (merged + n * np.arange(groups)[:, None]).ravel()
+    return TokenFates(
+        sink.ravel()[fate],
+        alive.ravel()[fate],
+        before[fate],
+        {layer: dropped[fate] for layer, dropped in dropped_after.items()},
+        sink_dropped_after,
+    )
 
 
 @dataclass(frozen=True, eq=False)

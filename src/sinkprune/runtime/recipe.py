@@ -78,7 +78,7 @@ def run_prompt(
     and `prefill` do.
     """
     chain, backend = model.chain, model.chain.backend
-    towers = rows.towers(chain, looked.pictures, clock)
+    towers = rows.towers(chain, budgets.plan, looked.pictures, clock)
     looked.pictures.clear()
     if budgets.timed:
         for tower in towers:

@@ -16,7 +16,7 @@ from os import urandom
 from threading import Lock
 from typing import Any, NamedTuple
 
-from sinkprune.contract.budgets import Plan, Share
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.checks import WholeNumber, check_type, checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
@@ -176,8 +176,8 @@ class PrefixCache:
         """The bytes of all that is stored."""
         return self._bytes
 
-    def digest(self, place: int, picture: Picture, share: Share | None = None) -> bytes:
-        """Return the digest of a picture, made smaller to a `share` of its tokens.
+    def digest(self, place: int, picture: Picture, plan: Plan | None = None) -> bytes:
+        """Return the digest of a picture, as the vision tower of `plan` sees it.
 
         `place` is its place among the request's pictures.
         """
@@ -192,7 +192,8 @@ class PrefixCache:
                 last = content, digest_of(content)
                 self.put(_LAST % place, last, sum(map(len, content)))
             digest = last[1]
-        return digest if share is None else digest + repr(share).encode()
+        seen = (plan.picture_share, plan.tower) if plan is not None else (None, None)
+        return digest if seen == (None, None) else digest + repr(seen).encode()
 
     def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
         """Return a stored prompt and how many rows a prompt shares with it, or None.
@@ -251,15 +252,17 @@ class SessionRows(Rows):
         self._new_lead = False
 
     def knows(self, place: int, picture: Picture, plan: Plan | None) -> bool:
-        self._digests.append(self._cache.digest(place, picture, plan.picture_share if plan else None))
+        self._digests.append(self._cache.digest(place, picture, plan))
         self._known.append(self._cache.get(self._digests[-1]))
         return self._known[-1] is not None
 
-    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
+    def towers(
+        self, chain: Chain, plan: Plan | None, pictures: Sequence[TowerInput], clock: Stopwatch
+    ) -> list[TowerOutput]:
         # An earlier request about the same picture may have run since.
         known = [tower or self._cache.get(own) for tower, own in zip(self._known, self._digests, strict=True)]
         towers = [
-            run_tower(chain, own.inputs, clock) if tower is None else tower
+            run_tower(chain, own.inputs, clock, plan) if tower is None else tower
             for own, tower in zip(pictures, known, strict=True)
         ]
         for digest, tower in zip(self._digests, towers, strict=True):

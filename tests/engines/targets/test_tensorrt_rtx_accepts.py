@@ -27,6 +27,7 @@ from support.references.reference_methods import CANNOT_REACH_ALL
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
+from sinkprune.contract.budgets import MERGING_TOWER, TOWER
 from sinkprune.contract.bundle import Bundle, Limits, read_engines
 from sinkprune.engines.build import build_engines, frame_jobs
 from sinkprune.engines.profiles import optimisation_profiles
@@ -214,3 +215,14 @@ def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -
         if graph == "decoder_1":
             # Not folded into floats, which would be four or two times as large.
             assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
+
+
+@pytest.mark.parametrize(("dialect", "precision"), slow_except({("opset24", "fp16")}, KINDS))
+def test_a_tower_that_merges_compiles(dialect: str, precision: str, tmp_path: Path) -> None:
+    merging = {"budgets": ("retain-32+tower",), "dialect": dialect}
+    bundle = export_random(tmp_path, CONFIG, precision=precision, **merging)
+    sizes = optimisation_profiles(bundle.manifest, LIMITS)
+    assert sizes[MERGING_TOWER] == sizes[TOWER]
+    engine = compile_graph(bundle, MERGING_TOWER, tmp_path)
+    assert (FUSED_ATTENTION in engine) == (precision == "fp16")
+    compile_graph(bundle, "sinkpruner/retain-32+tower/sanitizer", tmp_path)

@@ -20,7 +20,7 @@ from sinkprune.export.pruning.equal_mean import (
     scaled_stages,
     tokens_into_llm,
 )
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import WITH_HEADS, heads_by_layer
@@ -65,7 +65,7 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
         wanted = mean_tokens(budget.resolve(visual_tokens), prune_layers(num_layers), num_layers)
         try:
             plan = build(model, budget)
-        except UnreachableMean as error:
+        except UnreachableBudget as error:
             assert method in AT_LEAST
             assert f"the budget's is {float(wanted):.1f}" in str(error)
             continue
@@ -164,5 +164,5 @@ def test_layers_without_heads_have_no_stage_and_the_mean_stays(
 def test_what_a_late_stage_cannot_make_up_for_is_reported() -> None:
     # 129 tokens in 16 of 32 layers are a mean of 64.5 at least.
     budget = replace(parse_budget("llava", "retain-64"), stages=(Share(1, 576),) * 3)
-    with pytest.raises(UnreachableMean, match=r"layers 0 to 15 run on 129\.0 visual tokens"):
+    with pytest.raises(UnreachableBudget, match=r"layers 0 to 15 run on 129\.0 visual tokens"):
         fewer_stages(facts(), budget, [15])

@@ -19,7 +19,7 @@ from sinkprune.contract.schedule import PictureSchedule, layer_flops
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean, VariableTokens
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget, VariableTokens
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import heads_by_layer
@@ -97,7 +97,7 @@ def test_shares_of_the_largest_images_are_exact_where_shapes_have_32_bits(method
 
 def test_the_shares_of_the_longest_clip_fit_into_32_bits() -> None:
     for build, budget in product(ALL_METHODS.values(), BUDGETS.values()):
-        with suppress(UnreachableMean):
+        with suppress(UnreachableBudget):
             kept = build(facts(), budget).kept
             assert all(share.numerator * 200_000 < 2**31 for share in (kept.reserve, kept.diverse, *kept.stages))
 
@@ -170,7 +170,7 @@ def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
         own = load_method("sinkpruner")(facts(layers), budget)
         try:
             plan = load_method(method)(facts(layers), budget)
-        except UnreachableMean as error:
+        except UnreachableBudget as error:
             assert method == "pyramiddrop"
             assert f"run on all visual tokens, so that the mean over {layers} layers is" in str(error)
             assert " % at least; the budget's is " in str(error)

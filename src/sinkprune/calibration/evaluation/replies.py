@@ -25,7 +25,7 @@ from sinkprune.calibration.evaluation.statistics import (
     wilson,
 )
 from sinkprune.calibration.tasks import Item, naming, with_grey_picture
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED, is_tower
 from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError
@@ -58,7 +58,7 @@ def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
         planted = {name: backend.tensor(array) for name, array in zip(names, arrays, strict=True)}
         return {**features, **planted}
 
-    return with_outliers if graph == "vision" else engine
+    return with_outliers if is_tower(graph) else engine
 
 
 def plant_outliers(tokens: NDArray[Any], norms: NDArray[Any], salience: NDArray[Any]) -> tuple[NDArray[Any], ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sinkprune.contract.budgets import is_tower
 from sinkprune.contract.bundle import ANY_SHAPE, CHECKED, Bundle, Target, read_runnable
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.trust import ANY, Trust
@@ -320,7 +321,7 @@ def _noisy_tower(bundle: Bundle, size: float) -> Wrap:
                 outputs[name] = backend.tensor((rows * factors).astype(rows.dtype))
             return outputs
 
-        return noisy if graph == "vision" else engine
+        return noisy if is_tower(graph) else engine
 
     return wrap
 

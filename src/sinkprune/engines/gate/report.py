@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from rich.table import Table
 
+from sinkprune.contract.budgets import is_tower
 from sinkprune.contract.bundle import EnginesManifest
 from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.table_console import TableConsole, make_table
@@ -74,7 +75,7 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
         return manifest.precision
     # After `TOWER_IN` comes the description of another library that runs the tower.
     rest, _, tower = compute.partition(TOWER_IN)
-    types, form = (tower or rest, manifest.weights.vision) if graph == "vision" else (rest, manifest.weights.decoder)
+    types, form = (tower or rest, manifest.weights.vision) if is_tower(graph) else (rest, manifest.weights.decoder)
     if "int8" in types and form in _INTEGERS:
         return "int8"
     floats: tuple[Rounding, ...] = ("bf16", "fp16")
@@ -360,7 +361,7 @@ def refusals_together(
 
 def _advice(graph: str, report: GraphReport, output: OutputReport, manifest: EnginesManifest) -> str:
     on_gpu = manifest.target.startswith("tensorrt")
-    if graph == "vision" and on_gpu:
+    if is_tower(graph) and on_gpu:
         return (
             "fp16 vision towers have lost accuracy in silence on TensorRT 10.3: build with another version of the "
             "library, or export with --precision fp32 and run it on ort-cuda, ort-cpu or openvino."

@@ -97,7 +97,7 @@ class OnnxRuntimeBuilder(Builder):
 
 
 class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
-    """Builds as target onnxruntime does, but the graph `OF_OPENVINO` as target openvino does."""
+    """Builds as target onnxruntime does, but the graphs `OF_OPENVINO` as target openvino does."""
 
     target: Target = "onnxruntime+openvino"
 
@@ -109,10 +109,10 @@ class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
         self.library_version = f"{self.library_version}+{self._openvino.library_version}"
 
     def file_name(self, graph: str) -> str:
-        return self._openvino.file_name(graph) if graph == OF_OPENVINO else super().file_name(graph)
+        return self._openvino.file_name(graph) if graph in OF_OPENVINO else super().file_name(graph)
 
     def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
-        if job.model.graph == OF_OPENVINO:
+        if job.model.graph in OF_OPENVINO:
             return self._openvino.build(job, output, progress)
         return super().build(job, output, progress)
 

@@ -87,11 +87,18 @@ class Dialect(Protocol):
         """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
 
     def attention(
-        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None
+        self,
+        op: Any,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        mask: ir.Value | None = None,
+        bias: ir.Value | None = None,
     ) -> ir.Value:
         """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h].
 
-        `mask` [S,T] is True where a row sees a key. Every row sees at least one key.
+        `mask` [S,T] is True where a row sees a key. Every row sees at least one key. Without a mask, `bias`
+        [B,1,S,T] is added to the scores.
         """
 
     def cached_attention(

@@ -37,7 +37,14 @@ def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
     return op.Concat(turned_first, turned_second, axis=-1)
 
 
-def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+def attention(
+    op: Any,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    mask: ir.Value | None = None,
+    bias: ir.Value | None = None,
+) -> ir.Value:
     """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True for seen keys.
 
     TensorRT fuses attention of this shape to a kernel that keeps the scores on the chip: the query is scaled before
@@ -49,7 +56,9 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
         key, value = (_repeated(op, x, heads, kv_heads, head_dim) for x in (key, value))
     scores = op.MatMul(op.Mul(query, head_dim**-0.5), op.Transpose(key, perm=[0, 1, 3, 2]))
     if mask is not None:
-        scores = op.Add(scores, op.CastLike(op.Where(mask, 0.0, HIDDEN), query))
+        bias = op.CastLike(op.Where(mask, 0.0, HIDDEN), query)
+    if bias is not None:
+        scores = op.Add(scores, bias)
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 

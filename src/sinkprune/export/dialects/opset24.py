@@ -25,12 +25,19 @@ def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
     return op.RotaryEmbedding(x, cos, sin)
 
 
-def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+def attention(
+    op: Any,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    mask: ir.Value | None = None,
+    bias: ir.Value | None = None,
+) -> ir.Value:
     """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True for seen keys.
 
     There is a mask and one output, because TensorRT aligns `is_causal` to the upper left and rejects a second output.
     """
-    return op.Attention(query, key, value, mask)
+    return op.Attention(query, key, value, bias if mask is None else mask)
 
 
 def cached_attention(

@@ -66,6 +66,9 @@ class Family(Protocol):
     video_fields: type | None = None
     """The TypedDict of the fields read from video_preprocessor_config.json."""
 
+    merging_tower: WriteGraph | None = None
+    """Writes the tower that merges similar tokens, with the weights of `vision`; None if the tower cannot."""
+
     @property
     def special_tokens(self) -> SpecialTokens:
         """The special tokens, at the configuration's ids, of the tokenizer that random weights get."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
@@ -27,7 +27,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, merging, two_layers
 
 _SIGLIP = "siglip_vision_model"
 FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
@@ -111,6 +111,12 @@ class Llava(LlamaShaped):
         else:
             self.vision = ViTTower(**facts)
         self.visual_width = self.vision.hidden_size
+        if isinstance(self.vision, SiglipTower):
+            # transformers' features are the rows before the tower's last norm layer.
+            self._tower: Callable[..., None] = partial(build_siglip, tower=self.vision, normed=False)
+        else:
+            self._tower = partial(build_vision, vit=self.vision)
+        self.merging_tower = merging(self.vision, self._tower)
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -146,13 +152,7 @@ class Llava(LlamaShaped):
         return {**clip, **own, **colours}
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
-        tower = self.vision
-        if isinstance(tower, SiglipTower):
-            # transformers' features are the rows before the tower's last norm layer.
-            vision: WriteGraph = partial(build_siglip, tower=tower, normed=False)
-        else:
-            vision = partial(build_vision, vit=tower)
-        return {"vision": vision, "projector": self._build_projector, **super().graphs(segments, held)}
+        return {"vision": self._tower, "projector": self._build_projector, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         given = without_null(settings)

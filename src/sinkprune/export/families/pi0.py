@@ -33,7 +33,7 @@ from sinkprune.export.families.llama_shaped import (
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import build_siglip
+from sinkprune.export.models.vit import build_siglip, merging
 
 _Number = Annotated[Number, Bounds(-1e6, 1e6)]
 _Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
@@ -197,6 +197,8 @@ class Pi0(LlamaShaped):
         self.embedding_scale = lm.hidden_size**0.5
         self.vision = SiglipTower(**tower, salience_block=blocks - (1 if salience == "last" else 2))
         self.visual_width = self.vision.hidden_size
+        self._tower = partial(build_siglip, tower=self.vision)
+        self.merging_tower = merging(self.vision, self._tower)
         self._expert = ActionExpert(
             llama=self._read_gemma(expert),
             chunk=self._config.chunk_size,
@@ -216,7 +218,7 @@ class Pi0(LlamaShaped):
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         return {
-            "vision": partial(build_siglip, tower=self.vision),
+            "vision": self._tower,
             "projector": self._build_projector,
             **self._decoder(segments),
             **{name: self._of_expert(write, segments) for name, write in self.expert_graphs.items()},

@@ -26,6 +26,7 @@ _TEXT = 64
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Return the plan whose pictures have as many tokens as the budget keeps on average."""
+    facts.check_grid(budget)
     count = tokens_into_llm(facts, budget)
     if isinstance(facts.tokens, VariableTokens):
         # `Plan.picture_share` is the share of a plan without graphs.

@@ -67,7 +67,7 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
 
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
-    if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableMean`.
+    if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableBudget`.
     """
     from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
     from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages

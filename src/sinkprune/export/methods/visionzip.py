@@ -20,7 +20,7 @@ from sinkprune.export.pruning.plan import (
     PlanFacts,
     PlanGraphs,
     TokenCount,
-    UnreachableMean,
+    UnreachableBudget,
     as_vector,
     sanitizer_counts,
 )
@@ -53,7 +53,7 @@ def build_filtered(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
     if count < 1:
-        raise UnreachableMean(f"of {facts.nominal_tokens} visual tokens the filter leaves none")
+        raise UnreachableBudget(f"of {facts.nominal_tokens} visual tokens the filter leaves none")
     contextual = count * 10 // 64
     kept = shares_of(facts, options, Counts(0, 0, reserve=count - contextual, diverse=contextual, stages=()))
     most = facts.most_counts(kept)

@@ -49,6 +49,7 @@ _FLOAT = ir.DataType.FLOAT
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Return the plan of both stages, which meet the budget's mean together."""
+    facts.check_grid(budget)
     cuts = scaled_layers((16,), facts.language_model.num_layers)
     before, after = third_after(facts, budget, cuts[0])
     options = replace(budget, sanitizer=True, remove_outliers=False)

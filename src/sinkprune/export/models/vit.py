@@ -8,29 +8,40 @@ It has no CLS token: salience is the attention that a patch receives from all pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import SiglipTower, SquareTower, ViTTower
+from sinkprune.contract.schedule import merges_of
 from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.models.merging import Merging
 
 _FLOAT = ir.DataType.FLOAT
+Merges = Mapping[int, int]
+"""How many tokens each block of a tower merges (0-based)."""
+NO_MERGES: Merges = MappingProxyType({})
 
 
-def build_vision(graph: WeightedGraph, vit: ViTTower) -> None:
+def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience."""
-    op, n, d = graph.op, vit.tokens, vit.hidden_size
+    op, d, merging = graph.op, vit.hidden_size, Merging(graph, vit.tokens, special=1)
     pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
     x = _embed(graph, vit, pixels)
     query = key = None
     for block in range(vit.num_blocks):
-        x, query, key = build_block(graph, vit, f"vision_tower.encoder.layers.{block}", x)
+        name, count = f"vision_tower.encoder.layers.{block}", merges.get(block, 0)
+        x, query, key = build_block(graph, vit, name, x, merging, count)
+    n = merging.left
     tokens = op.Slice(x, [1], [n + 1], [1])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
-    graph.output("salience", _cls_salience(graph, vit, query, key), ["G", n], _FLOAT)
+    graph.output("salience", _cls_salience(graph, vit, query, key, merging), ["G", n], _FLOAT)
+    if merges:
+        merging.output()
 
 
 def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
@@ -46,10 +57,19 @@ def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
     return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
 
 
+def merging(tower: SquareTower, build: Callable[..., None]) -> Callable[[WeightedGraph], None] | None:
+    """Return what writes the `tower` that `build` writes with merging; None for a tower with too few blocks."""
+    merges = merges_of(tower)
+    return partial(build, merges=merges) if merges else None
+
+
 def build_block(
-    graph: WeightedGraph, vit: SquareTower, name: str, x: ir.Value
+    graph: WeightedGraph, vit: SquareTower, name: str, x: ir.Value, merging: Merging, merged: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the output [G,T,D] of an encoder block on `x`, and the queries and keys [G,H,T,h] of its attention."""
+    """Return the output [G,T,D] of an encoder block on `x`, and the queries and keys [G,H,T,h] of its attention.
+
+    After its attention it merges `merged` tokens.
+    """
     op, d, count = graph.op, vit.hidden_size, vit.num_heads
 
     def heads(y: ir.Value, which: str) -> ir.Value:
@@ -58,9 +78,11 @@ def build_block(
 
     y = layer_norm(graph, x, f"{name}.layer_norm1", d, vit.layer_norm_eps)
     query, key, value = heads(y, "q_proj"), heads(y, "k_proj"), heads(y, "v_proj")
-    mixed = graph.dialect.attention(op, query, key, value)
+    mixed = graph.dialect.attention(op, query, key, value, bias=merging.bias)
     mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d])
     x = op.Add(x, graph.linear(mixed, f"{name}.self_attn.out_proj", d, d, bias=True))
+    if merged:
+        x = merging.merge(x, key, merged)
 
     y = layer_norm(graph, x, f"{name}.layer_norm2", d, vit.layer_norm_eps)
     layers, widths = [f"{name}.mlp.fc1", f"{name}.mlp.fc2"], [d, vit.intermediate_size, d]
@@ -93,34 +115,42 @@ def two_layers(
     return graph.linear(x, names[1], inner, outer, bias=bias)
 
 
-def _cls_salience(graph: WeightedGraph, vit: ViTTower, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
+def _cls_salience(
+    graph: WeightedGraph, vit: ViTTower, query: ir.Value | None, key: ir.Value | None, merging: Merging
+) -> ir.Value:
     """Return [G,N] fp32: the CLS row of softmax attention, its patch columns, mean over heads."""
     op = graph.op
     cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
     cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)
     scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2]))
-    row = op.ReduceMean(op.Softmax(scores, axis=-1), [1, 2], keepdims=0)
-    return op.Slice(row, [1], [vit.tokens + 1], [1])
+    row = op.ReduceMean(op.Softmax(merging.counted(scores), axis=-1), [1, 2], keepdims=0)
+    return op.Slice(merging.of_a_place(row), [1], [merging.left + 1], [1])
 
 
-def build_siglip(graph: WeightedGraph, tower: SiglipTower, *, normed: bool = True) -> None:
+def build_siglip(
+    graph: WeightedGraph, tower: SiglipTower, merges: Merges = NO_MERGES, *, normed: bool = True
+) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
 
     Norms are measured before the tower's last norm layer, which erases them. With `normed` tokens are its output.
     """
-    op, n, d = graph.op, tower.tokens, tower.hidden_size
+    op, d, merging = graph.op, tower.hidden_size, Merging(graph, tower.tokens, special=0)
     pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])
     x = _embed_siglip(graph, tower, pixels)
     attending = []
     for block in range(tower.num_blocks):
-        x, query, key = build_block(graph, tower, f"vision_tower.encoder.layers.{block}", x)
+        name, count = f"vision_tower.encoder.layers.{block}", merges.get(block, 0)
+        x, query, key = build_block(graph, tower, name, x, merging, count)
         attending.append((query, key))
-    norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
+    n, norms = merging.left, op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
     if normed:
         x = layer_norm(graph, x, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
     graph.output("tokens", x, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
-    graph.output("salience", _received(graph, tower, *attending[tower.salience_block]), ["G", n], _FLOAT)
+    received = _received(graph, tower, *attending[tower.salience_block], merging)
+    graph.output("salience", received, ["G", n], _FLOAT)
+    if merges:
+        merging.output()
 
 
 def _embed_siglip(graph: WeightedGraph, tower: SiglipTower, pixels: ir.Value) -> ir.Value:
@@ -133,14 +163,15 @@ def _embed_siglip(graph: WeightedGraph, tower: SiglipTower, pixels: ir.Value) ->
     return op.Add(patches, graph.parameter(f"{name}.position_embedding.weight", [tower.tokens, d]))
 
 
-def _received(graph: WeightedGraph, tower: SiglipTower, query: ir.Value, key: ir.Value) -> ir.Value:
+def _received(graph: WeightedGraph, tower: SiglipTower, query: ir.Value, key: ir.Value, merging: Merging) -> ir.Value:
     """Return [G,N] fp32: the softmax attention that each patch receives, mean over heads and querying patches."""
     op, received = graph.op, None
     # One head at a time, because the matrix of all heads is [G,H,N,N].
     for head in range(tower.num_heads):
         q, k = (op.Cast(op.Slice(y, [head], [head + 1], [1]), to=_FLOAT) for y in (query, key))
         scaled = op.Mul(q, (tower.hidden_size // tower.num_heads) ** -0.5)
-        weights = op.Softmax(op.MatMul(scaled, op.Transpose(k, perm=[0, 1, 3, 2])), axis=-1)
+        scores = op.MatMul(scaled, op.Transpose(k, perm=[0, 1, 3, 2]))
+        weights = merging.of_every_place(op.Softmax(merging.counted(scores), axis=-1))
         column = op.ReduceSum(weights, [1, 2], keepdims=0)
         received = column if received is None else op.Add(received, column)
-    return op.Div(received, float(tower.num_heads * tower.tokens))
+    return op.Div(merging.of_a_place(received), float(tower.num_heads * tower.tokens))

@@ -16,7 +16,7 @@ from math import floor
 
 from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
 from sinkprune.contract.schedule import PictureSchedule
-from sinkprune.export.pruning.plan import PlanFacts, UnreachableMean
+from sinkprune.export.pruning.plan import PlanFacts, UnreachableBudget
 
 # Schedules are searched in steps of a millionth, finer than one token of any image.
 _STEPS = 1_000_000
@@ -88,7 +88,7 @@ def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budge
     """Return `budget` with its stages after the layers `cuts` only, scaled alike to meet the mean.
 
     `cuts` are some of the prune layers, at least one. As many tokens enter the LLM as at `budget`. Raises
-    `UnreachableMean` if they are too many before the first of `cuts`.
+    `UnreachableBudget` if they are too many before the first of `cuts`.
     """
     counts, layers = budget.resolve(facts.nominal_tokens), prune_layers(facts.language_model.num_layers)
     own = [stage for layer, stage in zip(layers, counts.stages, strict=True) if layer in cuts]
@@ -118,7 +118,7 @@ def _from_all(
     """Return the shares of all tokens into the LLM, and of the stages of `schedule` that meet the mean best.
 
     `schedule` grows with its argument, from 0 to `_STEPS`, and counts nominal tokens; a stage keeps at least 1.
-    Raises `UnreachableMean`.
+    Raises `UnreachableBudget`.
     """
 
     def counts(step: int) -> Counts:
@@ -131,7 +131,7 @@ def _from_all(
 def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Callable[[int], Counts]) -> Counts:
     """Return the counts whose mean is nearest to the budget's; they grow with their argument, from 0 to `_STEPS`.
 
-    Raises `UnreachableMean` if even the smallest mean rounds to a larger count than the budget's.
+    Raises `UnreachableBudget` if even the smallest mean rounds to a larger count than the budget's.
     """
     layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
 
@@ -142,7 +142,7 @@ def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Call
         kept = counts(0).kept
         whole = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
         everything = whole if kept == facts.nominal_tokens else _format_mean(facts, Fraction(kept))
-        raise UnreachableMean(
+        raise UnreachableBudget(
             f"layers 0 to {cuts[0]} run on {everything} visual tokens, so that the mean over {layers} layers is "
             f"{_format_mean(facts, mean(0))} at least; the budget's is {_format_mean(facts, wanted)}"
         )

@@ -23,7 +23,7 @@ _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
 _LOWEST = float("-inf")
 # Rounding moves the cosine of equal tokens to either side of 1. Larger cosines count as equal, so that they tie.
-_SAME = 1.0 - 2.0**-18
+SAME = 1.0 - 2.0**-18
 
 
 def top_rho(opset: int) -> ir.Function:
@@ -100,8 +100,8 @@ def unit_rows(op: Any, x: ir.Value) -> ir.Value:
 
 
 def cosines(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
-    """Return [G,N,K]: the cosine of every row of `unit` [G,N,D] with its rows `index` [G,K], at most `_SAME`."""
-    return op.Min(op.MatMul(unit, op.Transpose(gathered(op, unit, index), perm=[0, 2, 1])), _SAME)
+    """Return [G,N,K]: the cosine of every row of `unit` [G,N,D] with its rows `index` [G,K], at most `SAME`."""
+    return op.Min(op.MatMul(unit, op.Transpose(gathered(op, unit, index), perm=[0, 2, 1])), SAME)
 
 
 def gathered(op: Any, rows: ir.Value, index: ir.Value) -> ir.Value:

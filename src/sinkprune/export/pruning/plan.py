@@ -7,7 +7,7 @@ Graphs compute here what `Budget.resolve` and `sinkprune.contract.schedule` comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -25,8 +25,8 @@ MAX_ROUNDS = 1024
 _NOMINAL = 10_000
 
 
-class UnreachableMean(BudgetError):
-    """The method cannot keep as few visual tokens per layer as the budget."""
+class UnreachableBudget(BudgetError):
+    """The method cannot meet the budget: it cannot keep as few visual tokens per layer, or needs their grid."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,46 @@ class PlanFacts:
     """Whether a row of the decoder sees the rows up to its own, and not all rows."""
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """The heads by layer (0-based) that were chosen for stages to read; empty if none were."""
+
+    merged: int = 0
+    """The tokens of each group that a merging tower takes away; 0 for one that cannot merge, and after merging."""
+
+    def after_tower(self, budget: Budget) -> PlanFacts:
+        """Return the facts of the tokens that the tower of `budget` leaves."""
+        if budget.tower is None or not isinstance(self.tokens, int):
+            return self
+        return replace(self, tokens=self.tokens - self.merged, merged=0)
+
+    def shares_after_tower(self, budget: Budget) -> Budget:
+        """Return the shares of the tokens that the tower of `budget` leaves, which are as many as of all tokens.
+
+        Raises `BudgetError` for a tower that cannot merge, and for a budget of more tokens than it leaves.
+        """
+        if budget.tower is None:
+            return budget
+        if not self.merged or not isinstance(self.tokens, int):
+            raise BudgetError(
+                "option 'tower' is for CLIP and SigLIP towers (LLaVA, LLaVA-NeXT, pi0, pi0.5) of a few blocks at "
+                "least, and this model has another. Leave the option out."
+            )
+        left, counts = self.tokens - self.merged, budget.resolve(self.tokens)
+        shares = replace(
+            budget,
+            reserve=Share(counts.reserve, left),
+            diverse=Share(counts.diverse, left),
+            stages=tuple(Share(stage, left) for stage in counts.stages),
+        )
+        if budget.sanitizer and shares.resolve(left).outliers + counts.reserve + counts.diverse > left:
+            raise BudgetError(
+                f"the budget keeps {counts.kept} of {self.tokens} tokens before the LLM, and a tower that merges "
+                f"similar tokens leaves {left}. Choose a smaller budget, or leave out option 'tower'."
+            )
+        return shares
+
+    def check_grid(self, budget: Budget) -> None:
+        """Raise `UnreachableBudget` for a tower that merges tokens, in a method that reads their grid."""
+        if budget.tower is not None:
+            raise UnreachableBudget("the method reads the grid of tokens, of which option 'tower' leaves none")
 
     @property
     def deepstack_width(self) -> int:
@@ -161,7 +201,7 @@ class PlanGraphs:
 Method = Callable[[PlanFacts, Budget], PlanGraphs]
 """Builds the plan of a budget.
 
-Raises `UnreachableMean` if the method cannot keep as few tokens, and `BudgetError` if the model is too shallow.
+Raises `UnreachableBudget` if the method cannot keep as few tokens, and `BudgetError` if the model is too shallow.
 """
 
 

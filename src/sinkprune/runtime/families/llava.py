@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.manifest import Manifest, SquareSettings, SquareTower, ViTTower
 from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
+from sinkprune.contract.schedule import VisualLayout, grid_boxes, merges_of, vit_flops
 from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.frame import Frame, as_image
@@ -205,6 +206,7 @@ class SquarePictures(Family):
     """Returns [3,image_size,image_size] fp32 of an image."""
     _masked = False
     """Whether what is outside the resized picture is 0 after pixels are normalised."""
+    _merges: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
@@ -257,6 +259,12 @@ class SquarePictures(Family):
             "the bundle has a plan for smaller pictures, and its tower takes one size. Export it again."
         )
 
+    def merging(self) -> SquarePictures:
+        """Return a copy with the FLOPs of the tower that merges tokens."""
+        other = copy(self)
+        other._merges = merges_of(self._tower)
+        return other
+
     def largest(self) -> dict[str, VisualLayout]:
         """Return the layout of any image, because all have the same number of tokens."""
         return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
@@ -269,6 +277,12 @@ class SquarePictures(Family):
         """Return [G,3,image_size,image_size] fp32."""
         values: Array = self._processor(image)
         return values[None]
+
+    @property
+    def _tower_flops(self) -> int:
+        """The tower's FLOPs on one group. CLIP has a row more, for the CLS token."""
+        rows = self._tower.tokens + isinstance(self._tower, ViTTower)
+        return vit_flops(self._tower, rows, self._merges)
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
@@ -319,8 +333,7 @@ class Llava(SquarePictures):
             views=tuple(views),
             places=None,
             extent=0,
-            # CLIP has a row more, for the CLS token.
-            tower_flops=groups * vit_flops(self._tower, self._tower.tokens + isinstance(self._tower, ViTTower)),
+            tower_flops=groups * self._tower_flops,
             projector_flops=self._projector_flops,
         )
 

@@ -24,7 +24,7 @@ from sinkprune.contract.manifest import (
     SiglipTower,
 )
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
+from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_values
 
@@ -192,7 +192,7 @@ class Pi0(SquarePictures):
             # Kept rows keep their positions, which the expert's rotary embedding continues.
             places=tokens[None],
             extent=self._tower.tokens,
-            tower_flops=vit_flops(self._tower, self._tower.tokens),
+            tower_flops=self._tower_flops,
             projector_flops=self._projector_flops,
         )
 

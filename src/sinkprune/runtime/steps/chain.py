@@ -103,7 +103,7 @@ class Chain:
     def load_plan(self, plan: Plan | None) -> None:
         """Load the engines of `plan`, so that the time of a request does not include loading."""
         with self.backend.turn:
-            for graph in plan.graphs if plan else ():
+            for graph in [*filter(None, [plan.tower]), *plan.graphs] if plan else ():
                 self.plan_engine(graph)
 
 
@@ -133,6 +133,9 @@ class Scores(NamedTuple):
     """[G,N] fp32: the norm of each token in the vision tower."""
     salience: Later
     """[G,N] fp32: the attention each token receives in the vision tower."""
+    merged: Later | None = None
+    """[G,places] int64: the place of the token that stands for each place of the grid, where the tower merges tokens:
+    N of all places stand for themselves. None without merging, where places are tokens."""
 
     def check(self) -> None:
         """Wait for the tower; raises `NumericsError` if they are not finite."""
@@ -160,24 +163,39 @@ class EncodedPicture:
     @property
     def kept_index(self) -> Array:
         """[G',n0] int64: the token of each row, numbered within its group."""
-        return self.kept.array if isinstance(self.kept, Later) else self.kept
+        index = self.kept.array if isinstance(self.kept, Later) else self.kept
+        if self.merged is None:
+            return index
+        return np.stack([np.unique(places)[own] for places, own in zip(self.merged, index, strict=True)])
 
     @property
     def norms(self) -> Array:
         """[G',N'] fp32: the norm of each token in the vision tower."""
-        # Frames that the sanitizer treats as one are one group from here on.
-        return self.scores.norms.array.reshape(self.kept.shape[0], -1)
+        return self._of_places(self.scores.norms)
 
     @property
     def salience(self) -> Array:
         """[G',N'] fp32: the attention each token receives in the vision tower."""
-        return self.scores.salience.array.reshape(self.kept.shape[0], -1)
+        return self._of_places(self.scores.salience)
+
+    @property
+    def merged(self) -> Array | None:
+        """[G',N'] int64: the token that each token was merged into in the tower, or its own number; None without
+        merging. `norms` and `salience` of a token are those of the one it was merged into."""
+        return None if self.scores.merged is None else self.scores.merged.array
+
+    def _of_places(self, values: Later) -> Array:
+        if self.merged is None:
+            # Frames that the sanitizer treats as one are one group from here on.
+            return values.array.reshape(self.kept.shape[0], -1)
+        tokens = [np.unique(places, return_inverse=True)[1] for places in self.merged]
+        return np.take_along_axis(values.array, np.stack(tokens), axis=1)
 
     @property
     def source_tokens(self) -> Array:
         """[G'*n0] int64: the token of each row, numbered through all groups."""
         groups = self.kept.shape[0]
-        tokens = prod(self.scores.norms.shape) // groups
+        tokens = prod((self.scores.merged or self.scores.norms).shape) // groups
         return (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
 
 
@@ -193,13 +211,16 @@ class TowerOutput:
     scores: Scores
     deepstack: Tensor | None = None
     """[G,N,E] float on the device: what the decoder's first layers add to each token, for models with DeepStack."""
+    device_merged: Tensor | None = None
+    """`Scores.merged` on the device."""
 
     @classmethod
     def of(cls, backend: Backend, features: Mapping[str, Tensor]) -> TowerOutput:
         """Return the outputs of the graph `vision`."""
-        norms, salience = features["norms"], features["salience"]
-        scores = Scores(Later(backend, norms), Later(backend, salience))
-        return cls(features["tokens"], norms, salience, scores, features.get("deepstack"))
+        norms, salience, merged = features["norms"], features["salience"], features.get("merged")
+        places = None if merged is None else Later(backend, merged)
+        scores = Scores(Later(backend, norms), Later(backend, salience), places)
+        return cls(features["tokens"], norms, salience, scores, features.get("deepstack"), merged)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -217,8 +238,10 @@ class TowerOutput:
         return self.scores.salience.array
 
 
-def run_tower(chain: Chain, inputs: Mapping[str, Array] | FrameInputs, clock: Stopwatch) -> TowerOutput:
-    """Run the vision tower on the `inputs` of the graph `vision`, or on frames.
+def run_tower(
+    chain: Chain, inputs: Mapping[str, Array] | FrameInputs, clock: Stopwatch, plan: Plan | None = None
+) -> TowerOutput:
+    """Run the vision tower of `plan` on the `inputs` of the graph `vision`, or on frames.
 
     Raises `NumericsError` if tokens, norms or salience are not finite, before tokens are selected by them. Where
     calls are only enqueued and a projector follows, `Scores.check` is left to the end of the prefill.
@@ -227,9 +250,10 @@ def run_tower(chain: Chain, inputs: Mapping[str, Array] | FrameInputs, clock: St
     if not isinstance(inputs, Mapping):
         with clock.measure("preprocess"):
             inputs = inputs.prepared(backend)
+    vision = chain.plan_engine(plan.tower) if plan and plan.tower else chain.vision
     with clock.measure("vision"):
         given = {name: backend.tensor(one) if isinstance(one, np.ndarray) else one for name, one in inputs.items()}
-        features = chain.vision(given)
+        features = vision(given)
     tower = TowerOutput.of(backend, features)
     if chain.projector is None or not backend.enqueues:
         tower.scores.check()
@@ -244,8 +268,8 @@ def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
     if tower.shape[0] == 1:
         return [tower]
     whole = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-    if tower.deepstack is not None:
-        whole["deepstack"] = tower.deepstack
+    whole |= {"deepstack": tower.deepstack} if tower.deepstack is not None else {}
+    whole |= {"merged": tower.device_merged} if tower.device_merged is not None else {}
     groups = zip(*map(backend.split, whole.values()), strict=True)
     return [TowerOutput.of(backend, dict(zip(whole, own, strict=True))) for own in groups]
 

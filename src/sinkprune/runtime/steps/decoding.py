@@ -252,6 +252,9 @@ class Kept:
     after_stage: Mapping[int, Array] = field(repr=False)
     """By pruning layer: which tokens of `index` survived it, as positions in the flattened `index`, ascending. Their
     numbers are `tokens[after_stage[layer]]`."""
+    merged: Array | None = field(default=None, repr=False)
+    """[G',N'] int64: the token that each token was merged into in the vision tower, or its own number; None where the
+    tower merges none. `index` has the former, and `norms` and `salience` are theirs."""
 
     @property
     def tokens(self) -> Array:
@@ -301,7 +304,8 @@ def kept_tokens(
         after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
         # A session gives the same arrays to later answers.
         index, norms, salience = map(_read_only, (own.kept_index, own.norms, own.salience))
-        kept.append(Kept(layout, planned, index, norms, salience, after_stage))
+        merged = None if own.merged is None else _read_only(own.merged)
+        kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))
     return tuple(kept)
 
 

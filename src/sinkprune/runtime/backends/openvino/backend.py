@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import MERGING_TOWER, TOWER
 from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -208,14 +209,14 @@ def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, buil
     return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
 
 
-OF_OPENVINO = "vision"
-"""The graph of engines for both libraries that runs on OpenVINO."""
+OF_OPENVINO = (TOWER, MERGING_TOWER)
+"""The graphs of engines for both libraries that run on OpenVINO."""
 
 
 class OrtWithOpenVinoBackend(OrtBackend):
     """`ort-cpu`, with the graphs `of_openvino` on `openvino`. Tensors are OrtValues."""
 
-    of_openvino: tuple[str, ...] = (OF_OPENVINO,)
+    of_openvino: tuple[str, ...] = OF_OPENVINO
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
@@ -261,7 +262,7 @@ def open_for_prefill(name: str, threads: int | None, compute: Compute, built: Bu
 class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
     """`openvino` for pictures and prompts, `ort-cpu` for new tokens. Both hold the weights of the decoder."""
 
-    of_openvino = (OF_OPENVINO, "projector")
+    of_openvino = (*OF_OPENVINO, "projector")
     compiles_lengths = True
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
