@@ -65,8 +65,8 @@ class OperatorTimes:
             made.enable_profiling, made.profile_file_prefix = True, str(self._folder / "session")
             return made
 
-        def noting(backend: Any, model: Any, provider: Any) -> Any:
-            session, held = opened(backend, model, provider)
+        def noting(backend: Any, model: Any, *others: Any) -> Any:
+            session, held = opened(backend, model, *others)
             self._sessions[model.graph] = session
             return session, held
 
@@ -79,9 +79,12 @@ class OperatorTimes:
         Cpu.properties = with_counters  # type: ignore[method-assign]
         onnxruntime.session_options = with_profile
         onnxruntime.OrtBackend._open, openvino._OpenVinoEngine.__call__ = noting, read  # type: ignore[method-assign]
-        yield
-        Cpu.properties, onnxruntime.session_options = properties, options  # type: ignore[method-assign]
-        onnxruntime.OrtBackend._open, openvino._OpenVinoEngine.__call__ = opened, called  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Cpu.properties, onnxruntime.session_options = properties, options  # type: ignore[method-assign]
+            onnxruntime.OrtBackend._open = opened  # type: ignore[method-assign]
+            openvino._OpenVinoEngine.__call__ = called  # type: ignore[method-assign]
 
     def _read_openvino(self, engine: Any) -> None:
         """Note the operators of the call that just ended: OpenVINO reports the mean of all, with that of loading."""
