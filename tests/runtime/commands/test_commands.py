@@ -66,7 +66,7 @@ def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file
     own = Pipeline.load(bundle("mha-336")).generate(photo_file, ASK[1], budget="retain-32", max_new_tokens=5)
     logged = json.loads(json.dumps(own.as_json()))
     assert {**answer, "ms": None} == {**answer, **logged, "ms": None}
-    assert answer.keys() - logged.keys() == {"backend", "precision", "load_ms", "memory", "notes", "cold"}
+    assert answer.keys() - logged.keys() == {"backend", "captured", "precision", "load_ms", "memory", "notes", "cold"}
     assert answer["cold"] is True
 
 
