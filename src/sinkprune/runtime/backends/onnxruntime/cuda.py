@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.manifest import CacheForm, Dtype
 from sinkprune.runtime.backends import Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor, Shapes
@@ -77,7 +77,7 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         DeviceMemory.__init__(self, device, Captures(device))
         self.versions["gpu"] = device.name
         self.turn = _TURNS
-        self._best = dict[tuple[str, int], CudaEngine]()
+        self._best = dict[tuple[Dtype, int], CudaEngine]()
         self.plain: Provider = (CUDA[0], {**CUDA[1], "user_compute_stream": str(device.stream)})
         self.capturing: Provider = (CUDA[0], {**self.plain[1], "enable_cuda_graph": "1"})
 
@@ -112,7 +112,7 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
 
     def best(self, logits: DeviceTensor) -> tuple[int, bool]:
         """Return what `Backend.best` does; two numbers cross from the device."""
-        kind = logits.dtype.name, logits.shape[1]
+        kind: tuple[Dtype, int] = ("float16" if logits.dtype == np.float16 else "float32", logits.shape[1])
         if kind not in self._best:
             self._best[kind] = self.small_engine(BEST, best_graph(*kind), own_sessions=False)
         index, finite = self.numpy(self._best[kind]({"logits": logits})["best"])[0]
@@ -255,7 +255,7 @@ class CudaEngine:
         }
 
     def _run_unknown(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
-        """Run a call whose output shapes are not known, and copy what it gives out of the library's memory."""
+        """Run a call whose output shapes are not known. Its results are copied from ONNX Runtime's memory to ours."""
         given = {name: inputs[own] for name, own in self._in_place.items()}
         binding = self._bound(self._session, inputs, given)
         others = [name for name in self._outputs if name not in given]
