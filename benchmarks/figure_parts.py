@@ -185,7 +185,7 @@ PARTS = {
     "peers": Part(
         (
             "python benchmarks/peers.py --folder {work}/peers --json {json} --plot docs/peers.png --repeat 9 "
-            "--only 'openvino-genai int4-sym,sinkprune ort-cpu int4,llama-cpp Q4_0'",
+            "--only 'openvino-genai int4-sym,sinkprune ort-cpu+openvino int4,llama-cpp Q4_0'",
         ),
         {"peers": peers_short},
         by_default=False,
