@@ -17,7 +17,9 @@ def _where(figures: Figures) -> str:
     report, names = figures["report"], figures["instructions"].split()
     widest = next((text for name, text in _WIDEST.items() if name in names), "no AVX")
     threads = counted(report["threads"], "thread")
-    libraries = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name in _LIBRARIES)
+    found = {name: version for name, version in report["versions"].items() if name in _LIBRARIES}
+    # OpenVINO's own version goes on with its build.
+    libraries = ", ".join(f"{name} {version.partition('-')[0]}" for name, version in found.items())
     return f"{figures['date']}, {threads} of a shared {report['machine']} ({widest}), {libraries}"
 
 
