@@ -222,13 +222,21 @@ class FamilyRow:
     """The class that lays out its pictures: a `sinkprune.runtime.families.Family`."""
     budgets: Mapping[str, Budget]
     """The family's budgets by name (method.md section 3)."""
+    folder: str | None = None
+    """The function that reads folders which have more than transformers' files, as in `package.module:function`: a
+    `sinkprune.export.checkpoint.folder.ReadFolder`. None for other families."""
 
 
 def _family(
-    model_type: str, architecture: str, export: str, runtime: str, budgets: Mapping[str, Budget]
+    model_type: str,
+    architecture: str,
+    export: str,
+    runtime: str,
+    budgets: Mapping[str, Budget],
+    folder: str | None = None,
 ) -> FamilyRow:
     modules = f"sinkprune.export.families.{export}", f"sinkprune.runtime.families.{runtime}"
-    return FamilyRow(model_type, architecture, *modules, budgets)
+    return FamilyRow(model_type, architecture, *modules, budgets, folder and f"sinkprune.export.checkpoint.{folder}")
 
 
 LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", LLAVA_BUDGETS)
@@ -246,6 +254,10 @@ QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qw
 QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", QWEN_BUDGETS)
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
+_OPENVLA = "OpenVLAForActionPrediction"
+OPENVLA_OFT = _family(
+    "openvla", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla"
+)
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

@@ -22,7 +22,7 @@ from sinkprune.contract.files.manifest_file import FileSpec, Folder, ManifestFil
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES
 from sinkprune.contract.graph_contract import contract_violations
-from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, MODULATION, Manifest
+from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
 from sinkprune.contract.progress import OnProgress, unreported
 
 FORMAT_VERSION = 4
@@ -275,11 +275,10 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     projector = [] if manifest.projector is None else [manifest.projector]
     selections = [graph for _, plan in plans for graph in plan.graphs]
-    modulation = [MODULATION] if manifest.modulates else []
     towers = [TOWER, *(plan.tower for _, plan in plans if plan.tower is not None)]
     if not all(map(is_tower, towers)):
         yield f"runs the vision towers {', '.join(towers)}, expected {TOWER} or {MERGING_TOWER}"
-    used = dict.fromkeys([*towers, *projector, *decoders, manifest.last_graph, *modulation, *selections])
+    used = dict.fromkeys([*towers, *projector, *decoders, manifest.last_graph, *manifest.policy_graphs, *selections])
     for graph in used:
         if graph not in manifest.graphs:
             yield f"lacks the graph '{graph}'"

@@ -7,7 +7,16 @@ from itertools import chain
 from typing import Any
 
 from sinkprune.contract.budgets import TOWER, Plan
-from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest, PolicyFacts, TensorSpec
+from sinkprune.contract.manifest import (
+    ACTION_HEAD,
+    EXPERT,
+    MODULATION,
+    STATE_PROJECTOR,
+    LanguageModel,
+    Manifest,
+    PolicyFacts,
+    TensorSpec,
+)
 from sinkprune.contract.precision import DTYPES
 
 
@@ -66,10 +75,13 @@ class _Interfaces:
             yield manifest.projector, [self._floats("tokens", None, None, self._width)], [embeddings]
         for number, layers in enumerate(manifest.segments):
             yield f"decoder_{number}", *self._decoder(number, layers)
-        if manifest.policy is None:
+        policy = manifest.policy
+        if policy is None:
             yield "head", self._rows()[:1], [self._floats("logits", 1, lm.vocab_size)]
+        elif policy.expert is None:
+            yield from self._of_rows(policy)
         else:
-            yield from self._of_policy(manifest.policy)
+            yield from self._of_expert(policy, policy.expert)
         for plans in manifest.plans.values():
             for plan in plans.values():
                 yield from self._of_plan(plan)
@@ -77,8 +89,7 @@ class _Interfaces:
     def _decoder(self, number: int, layers: range) -> tuple[Iterable[TensorSpec], Iterable[TensorSpec]]:
         """Return the inputs and outputs of a segment, one by one: an absurd number of layers takes no memory."""
         is_last = layers.stop == self._lm.num_layers
-        # Only the caches of a policy's last layer are read.
-        gives = [] if self._manifest.policy and is_last else self._rows("_out")[:1]
+        gives = [] if self._manifest.reads_caches and is_last else self._rows("_out")[:1]
         gives += [] if is_last else [self._query, self._key]
         takes = [*self._rows(), *(self._deepstack("deepstack", 1, None) if number == 0 else [])]
         takes.append(TensorSpec("past_length", "int64", (1,)))
@@ -86,12 +97,20 @@ class _Interfaces:
         given = {"in-place": "C", "rows": "S"}[self._manifest.cache]
         return chain(takes, self._caches("past_", layers, "C")), chain(gives, self._caches("", layers, given))
 
-    def _of_policy(self, policy: PolicyFacts) -> Iterator[_Interface]:
+    def _of_rows(self, policy: PolicyFacts) -> Iterator[_Interface]:
+        """Yield the interfaces of a policy's action head, and of the graph of the row that has the state."""
+        actions = TensorSpec("actions_out", "float32", (1, policy.chunk, policy.action_dim))
+        yield ACTION_HEAD, self._rows()[:1], [actions]
+        if policy.state_dim:
+            state = TensorSpec("state", "float32", (1, 1, policy.state_dim))
+            yield STATE_PROJECTOR, [state], [self._floats("state_row", 1, 1, self._lm.hidden_size)]
+
+    def _of_expert(self, policy: PolicyFacts, expert: LanguageModel) -> Iterator[_Interface]:
         """Yield the interfaces of a policy's action expert, and of the graph of its modulation."""
-        embedding = TensorSpec("time_embedding", "float32", (1, 1, policy.expert.hidden_size))
+        embedding = TensorSpec("time_embedding", "float32", (1, 1, expert.hidden_size))
         # The scale, the shift and the gate of each of the expert's norms: two a layer, and the last.
-        rows = 3 * (2 * policy.expert.num_layers + 1)
-        modulation = [self._floats("modulation", 1, rows, policy.expert.hidden_size)]
+        rows = 3 * (2 * expert.num_layers + 1)
+        modulation = [self._floats("modulation", 1, rows, expert.hidden_size)]
         actions = (1, policy.chunk, policy.action_dim)
         takes = [self._floats(table, 1, policy.expert_rows, self._lm.head_dim // 2) for table in ("cos", "sin")]
         takes.append(TensorSpec("actions", "float32", actions))
@@ -100,7 +119,7 @@ class _Interfaces:
         takes += [embedding, *(modulation if self._manifest.modulates else [])]
         takes.append(TensorSpec("step", "float32", (1,)))
         if policy.most_held:
-            held = self._floats("modulation_held", 1, rows, policy.expert.hidden_size)
+            held = self._floats("modulation_held", 1, rows, expert.hidden_size)
             takes += [held, TensorSpec("held", "int64", (1,))]
         for segment, layers in enumerate(self._manifest.segments):
             takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))

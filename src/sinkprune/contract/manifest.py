@@ -58,6 +58,16 @@ class SiglipTower(SquareTower):
 
 
 @dataclass(frozen=True)
+class FusedTower(SquareTower):
+    """SigLIP's vision transformer, and DINOv2's on the same patches: OpenVLA. A token joins a row of each, DINOv2's
+    first."""
+
+    dino: SquareTower
+    registers: Count
+    """DINOv2's rows between CLS and the patches."""
+
+
+@dataclass(frozen=True)
 class QwenTower:
     """The vision tower of Qwen2-VL and Qwen2.5-VL: any resolution, `merge_size`**2 patches to a visual token."""
 
@@ -100,7 +110,7 @@ class Qwen3Tower(QwenTower):
     (DeepStack), the first block's after layer 0."""
 
 
-Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower
+Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower | FusedTower
 """The facts of any tower; the fields identify the kind."""
 
 
@@ -159,6 +169,14 @@ class LeRobotSettings(PixelSettings):
     pad_size: dict[str, Side]
 
 
+class FusedSettings(PixelSettings):
+    """Conversion of a stretched image to the inputs of two towers. `image_mean` and `image_std` are the first's."""
+
+    size: dict[str, Side]
+    second_mean: Colours
+    second_std: Scales
+
+
 class TileSettings(SquareSettings):
     """Conversion of an image to several squares."""
 
@@ -203,6 +221,12 @@ EXPERT = "expert"
 """The graph of one denoising step of a policy."""
 MODULATION = "modulation"
 """The graph of what a policy's expert reads of a step's time, where that is much."""
+ACTION_HEAD = "action_head"
+"""The graph from a policy's last rows to a chunk, where no expert denoises it."""
+STATE_PROJECTOR = "state_projector"
+"""The graph of the row that has the robot's state in a policy's prompt."""
+PLACEHOLDER_ROW, STATE_ROW, STOP_ROW = -1, -2, -3
+"""Rows of a policy's prompt that are no text, in the place of token ids."""
 
 Dtype = Literal["float32", "float16", "int64", "bool", "uint8"]
 DialectName = Literal["opset24", "opset20"]
@@ -261,22 +285,39 @@ class NumberRanges:
 
 
 @dataclass(frozen=True)
-class PolicyFacts:
-    """Facts of a robot policy, whose action expert reads the decoder's caches (pi0, arXiv 2410.24164)."""
+class ActionRows:
+    """Rows at the end of the prompt that become actions in one pass of the decoder (OpenVLA-OFT, arXiv 2502.19645).
 
-    expert: LanguageModel
-    """The action expert. It has the decoder's layers, key-value heads and `head_dim`."""
+    The prompt ends with a placeholder for each number of the chunk, which is a row of zeros, and a stop token. Each
+    row predicts the next one's number.
+    """
+
+    before: Count
+    """The token before the placeholders. It is added to texts that do not end with it."""
+    stop: Count
+    """The token after the placeholders."""
+    head_blocks: Count
+    """The residual blocks of the action head."""
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """Facts of a robot policy: an action expert reads the decoder's caches (pi0, arXiv 2410.24164), or a head its
+    last rows."""
+
+    expert: LanguageModel | None
+    """The action expert. It has the decoder's layers, key-value heads and `head_dim`. None where there are `rows`."""
     chunk: Few
     """The number of actions of a chunk."""
-    state_dim: Few
-    """The width of the expert's input for the robot's state: the most numbers that a state has."""
+    state_dim: Annotated[int, Bounds(0, 1 << 14)]
+    """The width of the input for the robot's state: the most numbers that a state has. 0 for a policy without."""
     action_dim: Few
-    """The width of the expert's actions."""
+    """The width of the expert's or the head's actions."""
     steps: Few
-    """The usual number of denoising steps."""
-    min_period: Annotated[float, Bounds(1e-6, 1e6)]
-    """The shortest period of the time embedding; time runs from 1 to 0."""
-    max_period: Annotated[float, Bounds(1e-6, 1e6)]
+    """The usual number of denoising steps; 1 without an expert."""
+    min_period: Annotated[float, Bounds(1e-6, 1e6)] | None
+    """The shortest period of the time embedding; time runs from 1 to 0. None without an expert."""
+    max_period: Annotated[float, Bounds(1e-6, 1e6)] | None
     state_mean: tuple[float, ...]
     """The mean of each number of the state in the training data; empty if the checkpoint has none. Then states are
     not normalised."""
@@ -304,6 +345,30 @@ class PolicyFacts:
     most_held: Few | None = field(default=None, metadata=OPTIONAL)
     """The most actions at the start of a chunk that were held in the training (LeRobot's `rtc_training_max_delay`,
     arXiv 2512.05964). Their time is 0 in each step. None if the training held none."""
+    rows: ActionRows | None = field(default=None, metadata=OPTIONAL)
+    """The rows that become actions; None where an expert denoises them."""
+    clips_state: bool | None = field(default=None, metadata=OPTIONAL)
+    """Whether normalised states are clipped to -1 to 1."""
+
+    @property
+    def own_rows(self) -> int:
+        """The rows of a prompt that are no text."""
+        return 0 if self.rows is None else self.chunk * self.action_dim + 1 + (self.state_dim > 0)
+
+    def completed(self, ids: Sequence[int]) -> list[int]:
+        """Return the rows after a prompt's pictures, whose text has the token `ids`, with those that are no text."""
+        if self.rows is None:
+            return [*ids]
+        state = [STATE_ROW] if self.state_dim else []
+        text = [*ids] if [*ids[-1:]] == [self.rows.before] else [*ids, self.rows.before]
+        return [*state, *text, *[PLACEHOLDER_ROW] * (self.chunk * self.action_dim), STOP_ROW]
+
+    @property
+    def denoiser(self) -> LanguageModel:
+        """The action expert; raises `ValueError` for a policy without one."""
+        if self.expert is None:
+            raise ValueError("the policy has no action expert")
+        return self.expert
 
     @property
     def expert_rows(self) -> int:
@@ -314,7 +379,7 @@ class PolicyFacts:
     def normalised(self) -> tuple[str, ...]:
         """Which of "states" and "actions" have no statistics, so that they stay normalised."""
         without = {
-            "states": not (self.state_mean or self.state_range),
+            "states": self.state_dim and not (self.state_mean or self.state_range),
             "actions": not (self.action_mean or self.action_range),
         }
         return tuple(name for name, lacks in without.items() if lacks)
@@ -416,7 +481,18 @@ class Manifest:
     @property
     def modulates(self) -> bool:
         """Return whether the expert's norms read the graph `modulation`, which runs once for each time."""
-        return self.policy is not None and bool(self.policy.state_in_prompt)
+        return self.policy is not None and bool(self.policy.expert and self.policy.state_in_prompt)
+
+    @property
+    def policy_graphs(self) -> tuple[str, ...]:
+        """Return the graphs of a policy besides the last one."""
+        has_state_row = self.policy is not None and bool(self.policy.rows and self.policy.state_dim)
+        return (*[MODULATION] * self.modulates, *[STATE_PROJECTOR] * has_state_row)
+
+    @property
+    def reads_caches(self) -> bool:
+        """Return whether only the decoder's caches are read, and not the rows after its last layer."""
+        return self.policy is not None and self.policy.expert is not None
 
     @property
     def acting(self) -> PolicyFacts:
@@ -427,8 +503,10 @@ class Manifest:
 
     @property
     def last_graph(self) -> str:
-        """Return the graph after the decoder: `head`, or `expert` in a policy."""
-        return EXPERT if self.policy else "head"
+        """Return the graph after the decoder: `head`, or `expert` or `action_head` in a policy."""
+        if self.policy is None:
+            return "head"
+        return EXPERT if self.policy.expert else ACTION_HEAD
 
     @property
     def segments(self) -> tuple[range, ...]:

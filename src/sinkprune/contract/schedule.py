@@ -200,6 +200,14 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
     return 2 * (projections + attention + mlp)
 
 
+def policy_flops(manifest: Manifest, tokens_per_layer: Sequence[int]) -> tuple[int, int]:
+    """Return the FLOPs of a policy's decoder, and of one denoising step or of the action head."""
+    model, policy = manifest.language_model, manifest.acting
+    if policy.expert is None:
+        return prefill_flops(model, tokens_per_layer), head_flops(policy, model.hidden_size)
+    return prefix_flops(model, tokens_per_layer), expert_flops(policy, tokens_per_layer)
+
+
 def prefix_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
     """Return the FLOPs of a policy's prefix: of its last layer only keys and values are computed."""
     *earlier, last = tokens_per_layer
@@ -225,12 +233,19 @@ def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices
     return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
 
 
+def head_flops(policy: PolicyFacts, width: int) -> int:
+    """Return the FLOPs of the action head on rows of a decoder's `width`, and of the row that has the state."""
+    blocks, dim = policy.rows.head_blocks if policy.rows else 0, policy.action_dim
+    state = policy.state_dim * width + width**2 if policy.state_dim else 0
+    return 2 * (policy.chunk * ((dim + blocks) * width**2 + dim * width) + state)
+
+
 def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
     """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i.
 
     Without what depends on the time alone (pi0.5's norms), which runs once for each time.
     """
-    expert, rows = policy.expert, policy.expert_rows
+    expert, rows = policy.denoiser, policy.expert_rows
     width, q = expert.hidden_size, expert.num_heads * expert.head_dim
     own = sum(layer_flops(expert, rows) + 2 * 2 * rows * cached * q for cached in prefix_rows)
     ends = policy.chunk * 2 * policy.action_dim * width

@@ -40,8 +40,9 @@ def resolve_limits(
 
     None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions. A policy has
     all its cameras, no new tokens, and if None as many tokens of prompt as in its training; if the checkpoint does
-    not say, 64, or 200 with the state in the prompt. Raises `UsageError` for values out of range, beyond the model's
-    positions, or beyond the bundle's images, and for limits that a policy does not have.
+    not say, 64, or 200 with the state in the prompt, and its rows that are no text. Raises `UsageError` for values
+    out of range, beyond the model's positions, or beyond the bundle's images, and for limits that a policy does not
+    have.
     """
     most_prompt = _MOST_PROMPT
     if manifest.policy is not None:
@@ -57,7 +58,7 @@ def resolve_limits(
             )
         new_tokens, images = 0, manifest.max_images
         usual = _MOST_INSTRUCTION_AND_STATE if manifest.policy.state_in_prompt else _MOST_INSTRUCTION
-        most_prompt = manifest.policy.most_prompt_tokens or usual
+        most_prompt = manifest.policy.most_prompt_tokens or usual + manifest.policy.own_rows
     images = images or 1
     if images > manifest.max_images:
         raise UsageError(
@@ -150,7 +151,7 @@ class _Picture:
             return sorted({n, *kept})
         if graph.startswith("decoder_"):
             layer = self.manifest.segments[int(graph.removeprefix("decoder_"))].start
-        elif graph == "head":
+        elif graph == self.manifest.last_graph:
             layer = self.manifest.language_model.num_layers
         else:
             return [n]
@@ -191,7 +192,7 @@ class _Picture:
         return median_low(visual) * (limits.images if self.manifest.policy else 1)
 
     def _rooms(self, limits: Limits) -> dict[str, _Span]:
-        if self.manifest.policy is None:
+        if not self.manifest.reads_caches:
             return {}
         rooms = {}
         for segment in range(len(self.manifest.segments)):

@@ -9,6 +9,7 @@ from sinkprune.contract.checks import WholeNumber, install_command
 from sinkprune.contract.errors import SinkpruneError
 
 MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
+CHUNK = WholeNumber("--chunk", 1, 1 << 10)
 MAX_FRAMES = WholeNumber("--max-frames", 0, 10**5)
 MIN_PIXELS = WholeNumber("--min-pixels", 1, 1 << 24)
 MAX_PIXELS = WholeNumber("--max-pixels", 1, 1 << 28)

@@ -19,6 +19,7 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines
 from sinkprune.export import (
+    CHUNK,
     CLIP_TOKENS,
     IMAGE_TOKENS,
     MAX_FRAMES,
@@ -269,6 +270,17 @@ def _parser() -> CommandParser:
         "--salience",
         choices=["penultimate", "last"],
         help="the vision block whose attention ranks tokens, in towers without a CLS token (default: penultimate)",
+    )
+    add(
+        "--unnorm-key",
+        metavar="DATASET",
+        help="OpenVLA-OFT: the data set whose statistics count (default: the checkpoint's only one)",
+    )
+    add("--chunk", type=CHUNK, help="OpenVLA-OFT: actions of a chunk (default: those of LIBERO, BRIDGE or ALOHA)")
+    add(
+        "--bounds",
+        choices=["q01-q99", "min-max"],
+        help="OpenVLA-OFT: the statistics that become -1 and 1 (default: those of LIBERO, BRIDGE or ALOHA)",
     )
     add(
         "--heads",

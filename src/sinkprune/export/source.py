@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.checks import counted, unknown_name
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
+from sinkprune.contract.registry import load_object
+from sinkprune.export import CHUNK, CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.checkpoint.folder import (
     TOKENIZER_FILES,
     Name,
+    PolicyOptions,
+    ReadFolder,
     SafetensorsWeights,
     check_kind,
     config_sha256,
@@ -79,6 +83,13 @@ class ExportRequest:
     """The most inputs that share a scale in blocks. None means 128, or the checkpoint's own block size."""
     tokenizer: str | None = None
     """A local folder or a hub name with the tokenizer, for checkpoints without one. None means the checkpoint's."""
+    unnorm_key: str | None = None
+    """The data set whose statistics a policy's bundle has, where the checkpoint has several. None means its only
+    one."""
+    chunk: int | None = None
+    """The number of actions of a chunk, where no file of the checkpoint has it. None means the usual one."""
+    bounds: str | None = None
+    """The statistics that become -1 and 1 where no file names them: `q01-q99` or `min-max`. None means the usual."""
     heads: ChosenHeads | None = None
     """The attention heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`, which need them; else None."""
 
@@ -92,11 +103,15 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
+        if self.random_weights and any(_policy_options(self)):
+            raise UsageError("random weights have no statistics: leave out --unnorm-key, --chunk and --bounds.")
         if self.heads is not None:
             self.heads.check_read_by(self.methods)
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)
+        if self.chunk is not None:
+            CHUNK.check(self.chunk)
         for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):
             if count is not None:
                 limit.check(count)
@@ -124,7 +139,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     if request.random_weights:
         return _open_random(request)
     folder = locate(request.source)
-    files = _ConfigurationFiles(request.source, folder)
+    files = _ConfigurationFiles(request.source, folder, _policy_options(request))
     config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
@@ -135,15 +150,22 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation = _quantisation(request.source, config)
     named = read_fields(_NamesWeights, config, f"checkpoint '{request.source}': config.json")
-    stored = SafetensorsWeights(folder, named.get("transformers_weights"))
+    stored = SafetensorsWeights(folder, named.get("transformers_weights"), files.parts)
     weights: SafetensorsWeights | QuantisedWeights = stored
     if quantisation:
         from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
         weights = QuantisedWeights(stored, quantisation)
     policy = family.policy(files.read(_NESTED) if _NESTED in files else {})
+    if policy is not None:
+        # A policy's prompt is that of its training, and a tokenizer's template that of a chat.
+        text = replace(text, chat_template=family.chat_template)
     images = _images(request, policy)
     return OpenCheckpoint(family, weights, _formed(text, family), processor, checkpoint, images, policy, quantisation)
+
+
+def _policy_options(request: ExportRequest) -> PolicyOptions:
+    return PolicyOptions(*(getattr(request, name) for name in PolicyOptions._fields))
 
 
 def _formed(text: Text, family: Family) -> Text:
@@ -163,11 +185,13 @@ def _images(request: ExportRequest, policy: PolicyFacts | None) -> int:
 
 
 class _ConfigurationFiles:
-    """The JSON files of a checkpoint folder by name. Those of LeRobot's form are translated to transformers'."""
+    """The JSON files of a checkpoint folder by name. Those of other forms are translated to transformers'."""
 
-    def __init__(self, source: str, folder: Path) -> None:
+    def __init__(self, source: str, folder: Path, options: PolicyOptions) -> None:
         """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
         self._source, self._folder = source, folder
+        self.parts: Mapping[str, str] = {}
+        """`FolderContent.parts`."""
         config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
         if "model_type" not in config:
             # LeRobot's form, or a folder around it.
@@ -181,6 +205,17 @@ class _ConfigurationFiles:
             from sinkprune.export.checkpoint.lerobot import translated_files
 
             self._read = translated_files(source, folder, config)
+        kinds = {row.model_type: row.folder for row in FAMILIES.values() if row.folder}
+        reader = kinds.get(config.get("model_type", ""))
+        if reader is not None:
+            read: ReadFolder = load_object(reader)
+            content = read(source, folder, config, options)
+            self._read, self.parts = {**self._read, **content.files}, content.parts
+        elif given := [name for name, value in options._asdict().items() if value is not None]:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's, and "
+                f"'{source}' is none. Leave it out."
+            )
 
     def __contains__(self, name: object) -> bool:
         return name in self._read or (isinstance(name, str) and has_entry(self._folder, name))

@@ -18,16 +18,15 @@ from PIL import Image
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import Target
 from sinkprune.contract.files.manifest_file import FileSpec
-from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest
+from sinkprune.contract.manifest import MODULATION, Manifest
 from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
 from sinkprune.contract.schedule import (
     Schedule,
     VisualLayout,
     decode_bytes,
-    expert_flops,
+    policy_flops,
     prefill_flops,
-    prefix_flops,
     schedule,
 )
 from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
@@ -316,11 +315,12 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
     for budget, planned in schedules.items():
         visual = planned.per_layer(lm.num_layers)
         lengths = [count + prompt for count in visual]
+        prefill, step = policy_flops(manifest, lengths) if policy else (prefill_flops(lm, lengths), None)
         rows[budget] = BudgetRows(
             tokens_per_layer=tuple(visual),
-            prefill_flops=(prefix_flops if policy else prefill_flops)(lm, lengths),
+            prefill_flops=prefill,
             encoder_flops=len(layouts) * layout.tower_flops + layout.projector_flops * planned.rows,
-            step_flops=expert_flops(policy, lengths) if policy else None,
+            step_flops=step,
         )
     forms = []
     for stored, exported in _stored(manifest, kind, target):
@@ -361,7 +361,7 @@ def _text(manifest: Manifest, target: TargetMachine) -> tuple[int, int]:
     prompt, new = PROMPT_TOKENS, NEW_TOKENS
     if manifest.policy:
         prompt = _INSTRUCTION_AND_STATE_TOKENS if manifest.policy.state_in_prompt else _INSTRUCTION_TOKENS
-        prompt, new = min(prompt, manifest.policy.most_prompt_tokens or prompt), 0
+        prompt, new = min(prompt, manifest.policy.most_prompt_tokens or prompt) + manifest.policy.own_rows, 0
     return min(prompt, target.most_prompt or prompt), min(new, target.most_new or new)
 
 
@@ -396,7 +396,9 @@ def _budget_fit(
 
     here = need(prompt + new)
     cache = cache_bytes(stored, planned, prompt)
-    step = stored.weight_bytes(EXPERT) + cache if stored.policy else decode_bytes(stored, cache)
+    step = decode_bytes(stored, cache)
+    if stored.policy:
+        step = stored.weight_bytes(stored.last_graph) + cache * stored.reads_caches
     bounds = longest = None
     if target.board and not stored.policy:
         per_ms, bytes_per_ms = target.board.fp16_tflops * 1e9, target.board.gb_per_s * 1e6
@@ -426,7 +428,8 @@ def _chunks(stored: Manifest, rows: BudgetRows, step_bytes: int, board: Board | 
     if policy is None:
         return found
     # What depends on the time alone runs once for each time.
-    once = sum(stored.weight_bytes(graph) for graph in stored.graphs if graph not in (EXPERT, MODULATION))
+    apart = (stored.last_graph, MODULATION)
+    once = sum(stored.weight_bytes(graph) for graph in stored.graphs if graph not in apart)
     for steps in (policy.steps, *(fewer for fewer in _FEWER_STEPS if fewer < policy.steps)):
         flops = rows.encoder_flops + rows.prefill_flops + steps * (rows.step_flops or 0)
         read = once + steps * step_bytes

@@ -173,7 +173,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     folders = "; or a folder of frames, for a chunk each in the order of the numbers in their names"
     add_cameras(question, folders, required=True)
     question.add_argument("--instruction", "--prompt", required=True, help="what the robot is to do")
-    add_state(parser, required=True)
+    add_state(parser)
     budget(
         "--budget",
         default=UNPRUNED,

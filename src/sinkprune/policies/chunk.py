@@ -11,7 +11,15 @@ import numpy as np
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.manifest import MODULATION, PolicyFacts
+from sinkprune.contract.manifest import (
+    MODULATION,
+    PLACEHOLDER_ROW,
+    STATE_PROJECTOR,
+    STATE_ROW,
+    STOP_ROW,
+    ActionRows,
+    PolicyFacts,
+)
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.policies.observation import Observation, robot_actions
@@ -28,6 +36,10 @@ from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
 from sinkprune.runtime.text.prompt import Prompt
 
+_NOT_FINITE = (
+    "the policy gave actions that are not finite. If the bundle is fp16, its values may exceed that type: export it "
+    "with --precision fp32. If not, the checkpoint's weights are damaged."
+)
 _MOST = 100
 """How many times are remembered, of about half a megabyte each for pi0.5's true shapes."""
 
@@ -61,12 +73,12 @@ class StepTimes:
 
     def load(self, most: int) -> None:
         """Compute the inputs of any number of steps up to `most`, as far as they are remembered; in a `turn`."""
-        for steps in range(most, 0, -1):
+        for steps in range(most if self._policy.expert else 0, 0, -1):
             if len(self._known) + steps <= _MOST:
                 deque(self.inputs(steps), 0)
 
     def _of(self, time: float, embedded: Array) -> dict[str, Tensor]:
-        backend, engine = self._chain.backend, self._chain.modulation
+        backend, engine = self._chain.backend, self._chain.of_policy.get(MODULATION)
         if engine is None:
             return {"time_embedding": backend.tensor(embedded)}
         found = self._known.get(time)
@@ -86,8 +98,9 @@ def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
     2e-4. They are no part of the graph: angles reach 1600 radians, and libraries that compute in bf16 or fp16 round
     them by several radians.
     """
-    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2)
-    periods = policy.min_period * (policy.max_period / policy.min_period) ** share
+    shortest, longest = policy.min_period or 1.0, policy.max_period or 1.0
+    share = np.linspace(0.0, 1.0, policy.denoiser.hidden_size // 2)
+    periods = shortest * (longest / shortest) ** share
     angles = times.astype(np.float32).astype(np.float64)[:, None] * (2 * np.pi / periods)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
@@ -105,8 +118,7 @@ def denoise(
     The expert's rows continue at its next position. Time runs from 1 (noise) to 0 in equal steps, by Euler's method,
     as in transformers' `PI0ForConditionalGeneration.sample_actions`. Held actions have their noised values in each
     step: `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy
-    that was trained with held actions. The caches do not move between steps. Raises `NumericsError` for actions that
-    are not finite, or features of the tower.
+    that was trained with held actions. The caches do not move between steps.
     """
     backend, rows, position = chain.backend, policy.expert_rows, run.rows.positions.next
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
@@ -138,14 +150,24 @@ def denoise(
             actions = chain.last({**fixed, **own, "actions": actions})["actions_out"]
     found = np.array(backend.numpy(actions))
     found[:, :held] = observation.held
-    # The tower's error comes first.
-    run.check()
-    if not np.isfinite(found).all():
-        raise NumericsError(
-            "the action expert gave actions that are not finite. If the bundle is fp16, its values may exceed that "
-            "type: export it with --precision fp32. If not, the checkpoint's weights are damaged."
-        )
     return found
+
+
+def own_rows(model: LoadedModel, rows: ActionRows, state: Array) -> dict[int, Array]:
+    """Return the rows [d] of a prompt that are no text, with the normalised `state` [1,1,state_dim]."""
+    chain, stop = model.chain, model.embedding([rows.stop])[0]
+    found = {PLACEHOLDER_ROW: np.zeros_like(stop), STOP_ROW: stop}
+    if (projector := chain.of_policy.get(STATE_PROJECTOR)) is not None:
+        projected = projector({"state": chain.backend.tensor(state)})["state_row"]
+        found[STATE_ROW] = np.array(chain.backend.numpy(projected))[0, 0]
+    return found
+
+
+def read_rows(chain: Chain, run: PromptRun, clock: Stopwatch) -> Array:
+    """Return the actions [1,chunk,action_dim] fp32 of a policy without an expert, from the prompt's last rows."""
+    with clock.measure("step_0"):
+        actions = chain.last({"hidden": run.prefilled.hidden})["actions_out"]
+    return np.array(chain.backend.numpy(actions))
 
 
 Choose = Callable[[int], tuple[str, int]]
@@ -217,9 +239,19 @@ def run_chunk(
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
 
     with clock.measure("latency"), chain.backend.turn:
+        if policy.rows is not None:
+            model = model._replace(
+                embedding=model.embedding.with_rows(own_rows(model, policy.rows, observation.state))
+            )
         run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock)
-        own = replace(observation, steps=budgets.steps)
-        actions = denoise(chain, policy, times, own, run, clock)
+        if policy.expert is None:
+            actions = read_rows(chain, run, clock)
+        else:
+            actions = denoise(chain, policy, times, replace(observation, steps=budgets.steps), run, clock)
+        # The tower's error comes first.
+        run.check()
+        if not np.isfinite(actions).all():
+            raise NumericsError(_NOT_FINITE)
     observer.prefilled(run.prefilled)
     observer.acted(actions)
     with chain.backend.turn:

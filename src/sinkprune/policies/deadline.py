@@ -34,11 +34,12 @@ def measure_costs(
     method: str,
     budgets: Sequence[str],
     frames: int,
+    steps: int,
     place: Place,
     seconds: float,
     progress: OnProgress,
 ) -> ActionCosts:
-    """Return the costs of chunks at each of `budgets`, as medians over about `seconds`.
+    """Return the costs of chunks of so many `steps` at each of `budgets`, as medians over about `seconds`.
 
     Budgets run in turn, those that keep the most tokens first. Raises what `act` raises.
     """
@@ -47,12 +48,12 @@ def measure_costs(
     rounds = MeasurementRounds("measuring costs", seconds, len(budgets), progress)
     for measured in rounds:
         for budget, own in runs.items():
-            began, report = act(budget, MEASURED_STEPS)
+            began, report = act(budget, steps)
             whole = (time.perf_counter() - began) * 1e3
             reports[budget] = report
             rounds.complete_part()
             if measured:
-                own.append((whole - sum(report.step_ms), sum(report.step_ms) / MEASURED_STEPS))
+                own.append((whole - sum(report.step_ms), sum(report.step_ms) / steps))
     costs = dict[str, BudgetCosts]()
     for budget, own in runs.items():
         before, step = (max(median(ms), LEAST_ACTION_MS) for ms in zip(*own, strict=True))

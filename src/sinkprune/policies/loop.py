@@ -299,6 +299,11 @@ class PolicyLoop:
         """
         if join not in JOINS:
             raise UsageError(f"join is {format_value(join)}, expected {', '.join(JOINS)}.")
+        if join in ("inpaint", "trained") and policy.facts.expert is None:
+            raise UsageError(
+                f"join is '{join}', which continues the running chunk in its denoising, and this policy has none. "
+                "Take another."
+            )
         if join == "trained" and not policy.facts.most_held:
             raise UsageError(
                 "join is 'trained', and the policy's checkpoint was not trained with held actions (LeRobot's "

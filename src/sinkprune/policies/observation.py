@@ -42,7 +42,8 @@ class Observation:
     prompt: str
     """What the prompt has as text: the instruction, and the state where it is part of the prompt."""
     state: Array
-    """[1,1,state_dim] fp32: normalised, and zeros after the robot's own numbers."""
+    """[1,1,state_dim] fp32: normalised, clipped where the training clipped it, and zeros after the robot's own
+    numbers."""
     measured: Array
     """[width] fp32: the state in the robot's units."""
     noise: Array
@@ -78,6 +79,8 @@ def observed(
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
     policy = manifest.acting
+    if policy.expert is None:
+        _check_no_denoising(policy, steps=steps, noise=noise, held=held)
     names, given = _frames(manifest, cameras)
     frames = ordered(given, order)
     for frame in frames:
@@ -99,9 +102,21 @@ def observed(
         warn_user(said, UnusualStateWarning)
     if policy.units_note:
         warn_user(policy.units_note, UnitsWarning)
+    if policy.clips_state:
+        normalised = np.clip(normalised, -1, 1)
     measured = np.asarray(state, np.float32)
     first = normalised_actions(policy, held, measured)
     return Observation(frames, names, instruction, prompt, normalised, measured, drawn, count, first)
+
+
+def _check_no_denoising(policy: PolicyFacts, **given: Any) -> None:
+    """Raise `UsageError` for what a policy without an expert cannot use. Its chunks repeat, so any seed does."""
+    for name, value in given.items():
+        if value is not None and not (name == "steps" and value == policy.steps):
+            raise UsageError(
+                f"{name} is given, and this policy denoises nothing: one pass of its decoder makes a chunk. Leave "
+                f"{name} out."
+            )
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
@@ -111,6 +126,10 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
     `NormalizerProcessorStep`: each number's range becomes -1 to 1.
     """
     width = len(policy.usual_state)
+    if width and not np.size(state):
+        raise UsageError(
+            f"no state was given, expected {counted(width, 'number')} as in the policy's training. Add it (--state)."
+        )
     given = values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
     with np.errstate(over="ignore"):
         if policy.state_range:

@@ -124,13 +124,12 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
     )
 
 
-def add_state(parser: CommandParser, *, required: bool) -> None:
-    """Add `--state`."""
+def add_state(parser: CommandParser) -> None:
+    """Add `--state`. Whether the policy reads one is known when its bundle is open."""
     # The first number may be negative. argparse takes "-0.1,0.2" for an option, before Python 3.14.
     parser._negative_number_matcher = _NEGATIVE
     parser.group("picture and question").add_argument(
         "--state",
-        required=required,
         metavar="N,N,...",
         help="the robot's state, in its own units, or a file of states: a line for each moment, as CSV or as "
         "JSON lists; one line is for all",
@@ -145,8 +144,6 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
     """
     if not cameras:
         return Observations()
-    if state is None:
-        raise UsageError("--camera is for a robot policy, which also reads the robot's state. Add --state.")
     names, paths = _named(cameras)
     folders = tuple(path for path in paths if path is not None and path.is_dir())
     with status("checking the frames"):
@@ -206,7 +203,9 @@ def _frames(paths: Sequence[Path | None], frames: dict[Path, list[Path]]) -> lis
     return [tuple(frames[path][number] if path else None for path in paths) for number in range(first)]
 
 
-def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
+def _states(word: str | None) -> tuple[list[tuple[float, ...]], Path | None]:
+    if word is None:
+        return [()], None
     try:
         return [_numbers(word)], None
     except ValueError as error:

@@ -19,7 +19,7 @@ from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.deadlines.costs import ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, KeepsCosts, warn_of_load
 from sinkprune.policies.chunk import Choose, StepTimes, check_chunk, layouts_of, run_chunk
-from sinkprune.policies.deadline import ChunkDeadline, check_costs, least_steps, measure_costs
+from sinkprune.policies.deadline import MEASURED_STEPS, ChunkDeadline, check_costs, least_steps, measure_costs
 from sinkprune.policies.observation import Cameras, Observation, observed
 from sinkprune.policies.report import ActionReport
 from sinkprune.runtime.backends import Backend
@@ -81,7 +81,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self,
         cameras: Cameras,
         instruction: str,
-        state: Sequence[float] | Array,
+        state: Sequence[float] | Array = (),
         *,
         budget: str = UNPRUNED,
         method: str = "sinkpruner",
@@ -99,12 +99,14 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         `cameras` has the last frame of each camera: a Pillow image, a uint8 [height,width,3] array or a file, or None
         for a camera without a frame. A dict has frames by the names in `facts.cameras`, in any order; 'wrist' is
         short for 'observation.images.wrist'. A list has them in the order of the policy's training. `state` has the
-        robot's numbers in its own units. `budget` and `method` are the bundle's. `steps` are denoising steps
-        (default: the checkpoint's). `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim]
-        is that noise; without both it differs each time. `order` is that of the channels of arrays: "rgb", or
-        OpenCV's "bgr". `held` [n,width] are the first actions of the chunk, in the robot's units: those that run
-        before this chunk can arrive. Denoising continues them (real-time chunking, arXiv 2506.07339, without its
-        gradient).
+        robot's numbers in its own units; none for a policy that reads no state. `budget` and `method` are the
+        bundle's. `order` is that of the channels of arrays: "rgb", or OpenCV's "bgr".
+
+        `steps` are denoising steps (default: the checkpoint's). `seed` draws the noise that the chunk begins with,
+        and `noise` [chunk,action_dim] is that noise; without both it differs each time. `held` [n,width] are the
+        first actions of the chunk, in the robot's units: those that run before this chunk can arrive. Denoising
+        continues them (real-time chunking, arXiv 2506.07339, without its gradient). A policy without an action expert
+        denoises nothing, and takes none of them but `seed`, which changes nothing.
 
         With `deadline_ms`, milliseconds from this call on, `budget` is the largest that may be chosen and `steps` the
         most. The largest budget runs whose chunk is expected in time with `min_steps` or more (default: 5), with as
@@ -147,7 +149,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self,
         cameras: Cameras,
         instruction: str,
-        state: Sequence[float] | Array,
+        state: Sequence[float] | Array = (),
         *,
         budget: str = UNPRUNED,
         method: str = "sinkpruner",
@@ -181,11 +183,12 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
             return seen[0], report
 
         budgets, frames = [planned.budget for planned in schedules], len(observation.cameras)
+        steps = min(MEASURED_STEPS, self.facts.steps)
         with self.backend.turn:
             self._times.load(self.facts.steps)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self._keep_measured(
-                lambda: measure_costs(act, method, budgets, frames, self.place, seconds, report)
+                lambda: measure_costs(act, method, budgets, frames, steps, self.place, seconds, report)
             )
         warn_of_load(costs)
         return costs
@@ -195,7 +198,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self,
         cameras: Cameras,
         instruction: str,
-        state: Sequence[float] | Array,
+        state: Sequence[float] | Array = (),
         *,
         budget: str = UNPRUNED,
         method: str = "sinkpruner",

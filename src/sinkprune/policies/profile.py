@@ -195,7 +195,7 @@ class PolicyProfile(ProfileExtension):
 
     @staticmethod
     def add_options(parser: CommandParser) -> None:
-        add_state(parser, required=False)
+        add_state(parser)
         parser.group("answer").add_argument(
             "--steps",
             type=_step_list,

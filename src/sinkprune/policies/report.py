@@ -10,7 +10,7 @@ from sinkprune.contract.checks import to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import EngineHeader, Spread, named_rows
-from sinkprune.contract.schedule import VisualLayout, expert_flops, prefix_flops
+from sinkprune.contract.schedule import VisualLayout, policy_flops
 from sinkprune.runtime.steps.answer import DeadlineOutcome
 from sinkprune.runtime.steps.decoding import Kept
 
@@ -113,11 +113,12 @@ def chunk_flops(
     manifest: Manifest, steps: int, rows: int, layouts: Sequence[VisualLayout], lengths: Sequence[int]
 ) -> ActionFlops:
     """Return the FLOPs of a chunk: `rows` visual tokens go into the decoder, whose layers run on `lengths` tokens."""
+    prefix, step = policy_flops(manifest, lengths)
     return ActionFlops(
         tower=sum(layout.tower_flops for layout in layouts),
         projector=rows * layouts[0].projector_flops,
-        prefix=prefix_flops(manifest.language_model, lengths),
-        expert=steps * expert_flops(manifest.acting, lengths),
+        prefix=prefix,
+        expert=steps * step,
     )
 
 

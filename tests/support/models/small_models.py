@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
+from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
 from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
 from support.models.pi05_checkpoints import make_pi05_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
@@ -64,6 +65,15 @@ PI05_SHAPES = {
     "pi0.5-bare": Pi0Shape(image_size=84, num_layers=18, num_heads=2, chunk=1, statistics=False),
 }
 
+OPENVLA_SHAPES = {
+    "openvla-oft": OpenVlaShape(),
+    # BRIDGE's numbers.
+    "openvla-oft-bridge": OpenVlaShape(
+        image_size=84, num_layers=10, num_kv_heads=2, chunk=5, state_dim=7, blocks=1, registers=0, prefix="module."
+    ),
+    "openvla-oft-stateless": OpenVlaShape(image_size=84, state_dim=0),
+}
+
 
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
@@ -74,6 +84,8 @@ def make_small_model(name: str, folder: Path) -> None:
         make_pi0_checkpoint(folder, PI0_SHAPES[name])
     elif name in PI05_SHAPES:
         make_pi05_checkpoint(folder, PI05_SHAPES[name])
+    elif name in OPENVLA_SHAPES:
+        make_openvla_checkpoint(folder, OPENVLA_SHAPES[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:

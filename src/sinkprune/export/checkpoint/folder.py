@@ -8,12 +8,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,7 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, url_of
 from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.torch_file import TorchFile
 
 T = TypeVar("T")
 Name = Annotated[str, Bounds(1, 200)]
@@ -34,7 +36,7 @@ _HEADER_BYTES = 32 << 20
 _SHARDS = 1000
 _MOST_STATISTICS = 4096
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*checkpoint.pt"]
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
 
 # transformers before and after 4.52 nest the same modules differently.
@@ -60,7 +62,7 @@ _TRIAL = (
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
-_READ = (".json", ".jinja", ".safetensors")
+_READ = (".json", ".jinja", ".safetensors", ".pt")
 _SAVE = 'python -c "from transformers import AutoModelForImageTextToText as Model; '
 _OTHER_WEIGHTS = {
     "bundle.json": "It is a bundle, which this command writes. Run it: sinkprune-run '{folder}'",
@@ -297,16 +299,44 @@ class _Index(TypedDict):
     weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
 
 
+class PolicyOptions(NamedTuple):
+    """What the folders of some policies do not say; None for what was not given."""
+
+    unnorm_key: str | None = None
+    """The data set whose statistics count."""
+    chunk: int | None = None
+    """The number of actions of a chunk."""
+    bounds: str | None = None
+    """The statistics that become -1 and 1: a key of `sinkprune.export.checkpoint.openvla.BOUNDS`."""
+
+
+class FolderContent(NamedTuple):
+    """A checkpoint folder that has more than transformers' files."""
+
+    files: Mapping[str, dict[str, Any]]
+    """JSON files as the family reads them, by name."""
+    parts: Mapping[str, str]
+    """Files of further tensors, in PyTorch's format, by the first part of their tensors' canonical names."""
+
+
+ReadFolder = Callable[[str, Path, Mapping[str, Any], PolicyOptions], FolderContent]
+"""Reads a folder with this config.json; the first argument names the checkpoint in messages. Raises
+`CheckpointError`."""
+
+
 class SafetensorsWeights:
     """The tensors of a checkpoint folder, read one at a time under their canonical names.
 
     Opening reads every shard's header, so that a missing or truncated shard is reported before any work.
     """
 
-    def __init__(self, folder: Path, named: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, named: str | None = None, parts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Open the weights that transformers reads; raises `CheckpointError`, also for a second set of weights.
 
-        `named` is the file or index that config.json names (`transformers_weights`).
+        `named` is the file or index that config.json names (`transformers_weights`), and `parts` are those of
+        `FolderContent`.
         """
         self.folder, self._named = folder, named
         self._owners: dict[str, tuple[Any, str]] = {}
@@ -320,6 +350,9 @@ class SafetensorsWeights:
                             "another version's. Expected one of each; download it again."
                         )
                     self._owners[_canonical(name)] = (handle, name)
+            for part, file in parts.items():
+                torch_file = self._stack.enter_context(closing(TorchFile(file_of(folder, file))))
+                self._owners |= {f"{part}.{name}": (torch_file, name) for name in torch_file.keys()}  # noqa: SIM118
             # Without an error they stay open.
             self._stack = self._stack.pop_all()
         if _TIED_EMBEDDING in self._owners:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.manifest import MODULATION, Manifest
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
@@ -55,7 +55,7 @@ class Chain:
         """The kinds of prefills that are complete."""
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
-        loaded, total = count(), 3 + len(self.segments) + manifest.modulates
+        loaded, total = count(), 3 + len(self.segments) + len(manifest.policy_graphs)
 
         def counted(graph: str) -> str:
             progress("loading the engines", next(loaded), total, "engines")
@@ -65,9 +65,9 @@ class Chain:
         self.projector = load(counted(manifest.projector)) if manifest.projector else None
         self.decoders = [load_decoder(counted(f"decoder_{segment}")) for segment in range(len(self.segments))]
         self.last = load(counted(manifest.last_graph))
-        """The engine after the decoder: `head`, or `expert` in a policy."""
-        self.modulation = load(counted(MODULATION)) if manifest.modulates else None
-        """The engine of what the expert reads of a step's time; None if the expert reads the time itself."""
+        """The engine after the decoder: `head`, or `expert` or `action_head` in a policy."""
+        self.of_policy = {graph: load(counted(graph)) for graph in manifest.policy_graphs}
+        """The engines of a policy besides `last`, by their graphs."""
         self._deepstack = manifest.deepstack_width
         self.deepstack_token = self.deepstack_zeros(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from math import prod
@@ -61,19 +62,31 @@ class Embedding:
                 "again."
             ) from error
         self._table = self._offset("weight", (self._vocab, self._width))
+        self._own: Mapping[int, Array] = {}
+
+    def with_rows(self, rows: Mapping[int, Array]) -> Embedding:
+        """Return the same table with further rows [d], by negative numbers."""
+        other = copy(self)
+        other._own = {**self._own, **rows}
+        return other
 
     def __call__(self, ids: Sequence[int]) -> Array:
         """Return rows [len(ids),d] in the table's type.
 
         Raises `BundleError` for an id without a row, and for a file that was altered.
         """
-        for token in ids:
+        stored = [token for token in ids if token not in self._own]
+        for token in stored:
             if not 0 <= token < self._vocab:
                 raise BundleError(
                     f"the tokenizer gave the token {token}, the embedding table in '{self._file.path}' has "
                     f"{self._vocab} rows. They do not belong together: export the bundle again."
                 )
-        return self._rows([self._table + token * self._row_bytes for token in ids])
+        read = self._rows([self._table + token * self._row_bytes for token in stored])
+        if len(stored) == len(ids):
+            return read
+        rows = iter(read)
+        return np.stack([self._own[token] if token in self._own else next(rows) for token in ids])
 
     def deepstack_zeros(self, rows: int) -> dict[str, Array]:
         """Return the additional inputs of `decoder_0` for text rows, by name: zeros [rows,E], or no input."""
@@ -119,7 +132,7 @@ class PromptRows:
     source: Array
     """[V] int64: the place of each visual row among its picture's rows."""
     text: Array
-    """[L] int64: the text rows after the last picture."""
+    """[L] int64: the text rows after the last picture, without a policy's rows that are no text."""
     positions: Positions
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
@@ -172,7 +185,7 @@ def lay_out(
         visual=np.concatenate(visual),
         picture=np.concatenate([no_rows, *(np.full(len(part.rows), part.picture) for part in shown)]),
         source=np.concatenate([no_rows, *(part.rows for part in shown)]),
-        text=np.arange(place - len(texts[-1]), place),
+        text=place - len(texts[-1]) + np.flatnonzero(np.array(texts[-1]) >= 0),
         positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
         deepstack_inputs=deepstack_inputs,
     )

@@ -25,7 +25,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import creation_checks_options, format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, decoded_text
-from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens
+from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, PolicyFacts, Tokens
 from sinkprune.runtime.text.answer_tokens import tokenizer_errors
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Prompt:
     """A rendered conversation about one image or several."""
 
     texts: list[list[int]]
-    """Token ids before each image, and after the last."""
+    """Token ids before each image, and after the last; negative for a policy's rows that are no text."""
 
     @property
     def text_tokens(self) -> int:
@@ -204,14 +204,19 @@ class PromptEncoder:
     ``<image>`` is letters in brackets, never a second image.
     """
 
-    def __init__(self, tokenizer_json: bytes, chat_template: bytes, tokens: Tokens) -> None:
-        """Read the content of a bundle's tokenizer.json and chat template; raises `BundleError`."""
+    def __init__(
+        self, tokenizer_json: bytes, chat_template: bytes, tokens: Tokens, policy: PolicyFacts | None = None
+    ) -> None:
+        """Read the content of a bundle's tokenizer.json and chat template; raises `BundleError`.
+
+        Prompts of a `policy` have its rows that are no text.
+        """
         with tokenizer_errors("is no valid tokenizer"):
             self.tokenizer, self._encoder = (Tokenizer.from_buffer(tokenizer_json) for _ in range(2))
         for tokenizer in (self.tokenizer, self._encoder):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self._template, self._tokens = ChatTemplate(chat_template), tokens
+        self._template, self._tokens, self._policy = ChatTemplate(chat_template), tokens, policy
         self._specials = _specials(self.tokenizer, tokens.image)
         self.tokenizer = _with_written_marks(self.tokenizer)
         self._image = next(special.stand_in for special in self._specials if special.identity == tokens.image)
@@ -229,7 +234,9 @@ class PromptEncoder:
     def of_bundle(cls, bundle: Bundle) -> PromptEncoder:
         """Return the encoder of a bundle's prompts; raises `BundleError`."""
         tokenizer, template = bundle.files[TOKENIZER], bundle.files[CHAT_TEMPLATE]
-        return cls(tokenizer.read(TOKENIZER_BYTES), template.read(TEMPLATE_BYTES), bundle.manifest.tokens)
+        manifest = bundle.manifest
+        files = tokenizer.read(TOKENIZER_BYTES), template.read(TEMPLATE_BYTES)
+        return cls(*files, manifest.tokens, manifest.policy)
 
     def encode(
         self,
@@ -276,7 +283,8 @@ class PromptEncoder:
                 "the user's turns only, or mend the checkpoint's chat template and export it again."
             )
         starts = [0, *(place + 1 for place in found)]
-        return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
+        *before, last = (ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True))
+        return Prompt([*before, self._policy.completed(last) if self._policy else last])
 
     def check_length(self, texts: Iterable[str], most: int) -> None:
         """Raise `PromptError` for texts of clearly more than `most` tokens.

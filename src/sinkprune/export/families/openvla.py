@@ -1,0 +1,267 @@
+"""OpenVLA-OFT: two towers, a Llama decoder in both directions, and an L1 action head (arXiv 2502.19645).
+
+transformers has no class for it: its code is that of moojink/openvla-oft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Annotated, Any, TypedDict
+
+from sinkprune.contract.checks import Bounds
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import (
+    ActionRows,
+    Colours,
+    FusedTower,
+    Number,
+    PolicyFacts,
+    Scales,
+    Side,
+    SquareTower,
+)
+from sinkprune.export.checkpoint.folder import Name
+from sinkprune.export.checkpoint.text import SpecialTokens
+from sinkprune.export.families import WriteGraph
+from sinkprune.export.families.llama_shaped import (
+    Heads,
+    Hidden,
+    LlamaShaped,
+    Setting,
+    TextFields,
+    Token,
+    head_dim,
+    read_language_model,
+)
+from sinkprune.export.families.pi0 import statistics_of
+from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.models.action_head import ActionHead, build_action_head, build_state_projector
+from sinkprune.export.models.fused_vit import build_fused
+from sinkprune.export.models.llama import Llama
+
+_EMPTY, _STOP = 29871, 2
+"""Llama's tokens of a lone space, which ends every prompt of the training, and of the end of a text."""
+_PATCH = 14
+_TOWERS = (
+    {"embed_dim": 1024, "depth": 24, "num_heads": 16, "mlp_ratio": 4.0, "reg_tokens": 4},
+    {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362, "reg_tokens": 0},
+)
+"""timm's arguments of the towers in `timm_model_ids`."""
+_CHANNELS = (
+    {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
+    {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+)
+
+
+class _TimmFields(TypedDict, total=False):
+    embed_dim: Hidden
+    depth: Heads
+    num_heads: Heads
+    mlp_ratio: Annotated[Number, Bounds(0.01, 100)]
+    reg_tokens: Annotated[int, Bounds(0, 64)]
+
+
+class _HeadFields(TypedDict):
+    chunk: Annotated[int, Bounds(1, 1 << 10)]
+    action_dim: Annotated[int, Bounds(1, 1 << 10)]
+    blocks: Annotated[int, Bounds(0, 64)]
+    state_dim: Annotated[int, Bounds(0, 1 << 10)]
+
+
+class _OpenVlaFields(TypedDict, total=False):
+    arch_specifier: Name
+    vision_backbone_id: Name
+    use_fused_vision_backbone: bool
+    image_resize_strategy: Name
+    image_sizes: Annotated[list[Side], Bounds(2, 2)]
+    timm_model_ids: Annotated[list[Name], Bounds(1, 4)]
+    timm_override_act_layers: Annotated[list[Name | None], Bounds(1, 4)]
+    timm_model_args: Annotated[list[_TimmFields], Bounds(2, 2)]
+    pad_token_id: Token
+    text_config: TextFields
+    action_head: _HeadFields
+
+
+class _Resize(TypedDict, total=False):
+    interpolation: Annotated[int, Bounds(0, 5)]
+    size: Annotated[list[Side], Bounds(2, 2)]
+
+
+class _Channels(TypedDict):
+    mean: Colours
+    std: Scales
+
+
+class _ProcessorFields(TypedDict, total=False):
+    """Fields of PrismaticImageProcessor. It computes those with `tvf`, which come from the others."""
+
+    image_processor_type: Name | None
+    image_resize_strategy: Name
+    use_fused_vision_backbone: bool
+    input_sizes: Annotated[list[Annotated[list[Side], Bounds(3, 3)]], Bounds(1, 4)]
+    interpolations: Annotated[list[Name], Bounds(1, 4)]
+    means: Annotated[list[Colours], Bounds(1, 4)]
+    stds: Annotated[list[Scales], Bounds(1, 4)]
+    tvf_resize_params: Annotated[list[_Resize], Bounds(1, 4)]
+    tvf_normalize_params: Annotated[list[_Channels], Bounds(1, 4)]
+    tvf_do_letterbox: bool
+
+
+class OpenVlaOft(LlamaShaped):
+    """A configuration of OpenVLA-OFT, as `sinkprune.export.checkpoint.openvla` completes it."""
+
+    name = "openvla-oft"
+    configured_as = "llava"
+    projector = "projector"
+    groups_are_frames = False
+    adds_bos = False
+    config_fields: type = _OpenVlaFields
+    processor_fields: type = _ProcessorFields
+    chat_template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<PAD>' }}{% endfor %}"
+        "{{ 'In: What action should the robot take to ' }}"
+        "{% for content in message['content'] if content['type'] == 'text' %}"
+        "{{ content['text'] | lower }}{% endfor %}"
+        "{{ '?\nOut:' }}{% endfor %}"
+    )
+
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        super().__init__(source, config)
+        if salience is not None:
+            raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
+        given: Any = getattr(self._config, "timm_model_args", ({}, {}))
+        dino, siglip = ({**usual, **own} for usual, own in zip(_TOWERS, given, strict=True))
+        self.vision = FusedTower(
+            **self._timm_tower(siglip),
+            dino=SquareTower(**self._timm_tower(dino)),
+            registers=dino["reg_tokens"],
+        )
+        self.visual_width = self.vision.hidden_size + self.vision.dino.hidden_size
+        self._head = ActionHead(**self._config.action_head)
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<PAD>"}
+        return SpecialTokens(self._special_tokens(texts, 4), bos="<s>", eos="</s>", unknown="<unk>")
+
+    def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
+        ends = {"action_head": build_action_head}
+        if self._head.state_dim:
+            ends["state_projector"] = build_state_projector
+        return {
+            "vision": partial(build_fused, tower=self.vision),
+            "projector": self._build_projector,
+            **self._decoder(segments),
+            **{name: partial(build, llama=self._llama, head=self._head) for name, build in ends.items()},
+        }
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        side, two = self.vision.image_size, [_CHANNELS[0], _CHANNELS[1]]
+        if "means" in settings and "stds" in settings:
+            two = [{"mean": mean, "std": std} for mean, std in zip(settings["means"], settings["stds"], strict=False)]
+        two = settings.get("tvf_normalize_params", two)
+        resizes = settings.get("tvf_resize_params", [{"interpolation": 3}] * 2)
+        kind = settings.get("image_processor_type") or "PrismaticImageProcessor"
+        self._check_settings(
+            [
+                ("image_processor_type", kind, ("PrismaticImageProcessor",)),
+                ("image_resize_strategy", settings.get("image_resize_strategy", "resize-naive"), ("resize-naive",)),
+                ("tvf_do_letterbox", settings.get("tvf_do_letterbox", False), (False,)),
+                ("use_fused_vision_backbone", settings.get("use_fused_vision_backbone", True), (True,)),
+                ("input_sizes", settings.get("input_sizes", [[3, side, side]] * 2), ([[3, side, side]] * 2,)),
+                ("interpolations", settings.get("interpolations", ["bicubic"] * 2), (["bicubic"] * 2,)),
+                ("sizes of tvf_resize_params", [one.get("size", [side] * 2) for one in resizes], ([[side] * 2] * 2,)),
+                ("tvf_resize_params", [one.get("interpolation", 3) for one in resizes], ([3, 3],)),
+                ("the number of tvf_normalize_params", len(two), (2,)),
+            ]
+        )
+        return {
+            "image_processor_type": kind,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": two[0]["mean"],
+            "image_std": two[0]["std"],
+            "resample": 3,
+            "size": {"height": side, "width": side},
+            "second_mean": two[1]["mean"],
+            "second_std": two[1]["std"],
+        }
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
+        head = self._head
+        numbers = statistics_of(self._source, settings, {"state": head.state_dim, "actions": head.action_dim})
+        return PolicyFacts(
+            None,
+            head.chunk,
+            head.state_dim,
+            head.action_dim,
+            1,
+            None,
+            None,
+            **numbers,
+            rows=ActionRows(_EMPTY, _STOP, head.blocks),
+            clips_state=True if head.state_dim else None,
+        )
+
+    def tokens_of(self, processor: Mapping[str, Any]) -> int:
+        return self.vision.tokens
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        return 1
+
+    def _timm_tower(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        width, depth = arguments["embed_dim"], arguments["depth"]
+        self._check([("the towers have two blocks at least", depth >= 2, depth)])
+        vision = SimpleNamespace(
+            hidden_size=width,
+            intermediate_size=int(width * arguments["mlp_ratio"]),
+            num_attention_heads=arguments["num_heads"],
+            image_size=self._config.image_sizes[0],
+            patch_size=_PATCH,
+            layer_norm_eps=1e-6,
+            hidden_act="gelu",
+        )
+        # Features are those before the last block.
+        return self._square_tower(vision, depth - 1)
+
+    def _build_projector(self, graph: WeightedGraph) -> None:
+        op, d, width = graph.op, self.visual_width, self.language_model.hidden_size
+        x = graph.input("tokens", ["G", "n", d])
+        for layer, (inputs, outputs) in enumerate(((d, 4 * d), (4 * d, width), (width, width)), 1):
+            x = op.Gelu(x) if layer > 1 else x
+            x = graph.linear(x, f"projector.fc{layer}", inputs, outputs, bias=True)
+        graph.output("embeddings", x, ["G", "n", width])
+
+    @property
+    def _image_token(self) -> int:
+        # The prompt has no token for a picture. The padding marks its place in the template.
+        return self._config.pad_token_id
+
+    def _settings(self) -> list[Setting]:
+        config, text = self._config, self._config.text_config
+        sizes = config.image_sizes
+        return [
+            ("arch_specifier", config.arch_specifier, ("no-align+fused-gelu-mlp",)),
+            ("vision_backbone_id", config.vision_backbone_id, ("dinosiglip-vit-so-224px",)),
+            ("use_fused_vision_backbone", config.use_fused_vision_backbone, (True,)),
+            ("image_resize_strategy", config.image_resize_strategy, ("resize-naive",)),
+            ("image_sizes", sizes, ([sizes[0]] * 2,)),
+            (
+                "timm_model_ids",
+                config.timm_model_ids,
+                (["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],),
+            ),
+            ("timm_override_act_layers", config.timm_override_act_layers, ([None, None],)),
+            ("text_config.model_type", text.model_type, ("llama",)),
+        ]
+
+    def _read_llama(self, text: Any) -> Llama:
+        # One section of all frequencies: kept rows keep their positions.
+        facts, bias = read_language_model(text, [head_dim(text) // 2]), text.attention_bias
+        llama = Llama(facts, text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=text.mlp_bias)
+        return replace(llama, causal=False)

@@ -1,0 +1,117 @@
+"""Chunks of OpenVLA-OFT against a plain reference: unpruned, and with dropped tokens masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from support.models.small_models import OPENVLA_SHAPES
+from support.references.openvla import INSTRUCTION, OpenVlaReference
+from support.references.pi0 import frames
+from support.references.steps import Watched
+
+Array = np.ndarray[Any, Any]
+BUDGETS = (
+    "prune-66.7",
+    "prune-77.8",
+    "prune-80+no-sanitizer",
+    "prune-88.9+serial+raster+visual-keys",
+    "prune-77.8+drop-sink",
+)
+ENDS = ("q01", "q99")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], OpenVlaReference]:
+    """A small checkpoint in plain torch."""
+    return cache(lambda name: OpenVlaReference(checkpoint(name)))
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+    """A loaded small policy of two cameras, or as many."""
+
+    @cache
+    def get(name: str, cameras: int = 2, dialect: str = "opset24") -> Policy:
+        return Policy.load(bundle(name, budgets=BUDGETS, max_images=cameras, dialect=dialect))
+
+    return get
+
+
+def drawn(name: str) -> list[float]:
+    """A state, of which some numbers lie outside the ranges of the training."""
+    return np.random.default_rng(1).uniform(-2.5, 2.5, OPENVLA_SHAPES[name].state_dim).tolist()
+
+
+def expected(
+    reference: OpenVlaReference, name: str, seen: list[Image.Image], budget: str | None = None
+) -> tuple[Array, Any, Any]:
+    """A chunk in the robot's units, its prompt and the run of its layers."""
+    shape = OPENVLA_SHAPES[name]
+    (data_set,) = shape.data_sets
+    state = reference.normalised_state(drawn(name), data_set, ENDS) if shape.state_dim else None
+    towers = reference.towers(seen)
+    rows = reference.rows(towers, INSTRUCTION, state, shape.chunk * shape.action_dim, budget)
+    stages = None
+    if budget is not None:
+        count, options = len(towers[0][0]), parse_budget("openvla-oft", budget)
+        cuts = prune_layers(shape.num_layers)
+        stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+    run = reference.run(rows, budget, stages)
+    actions = reference.actions(run.hidden, shape.chunk, shape.action_dim)
+    assert np.abs(actions).max() > 1, "clipped actions would pass"
+    return reference.in_robots_units(actions, data_set, ENDS), rows, run
+
+
+@pytest.mark.parametrize(("name", "cameras"), [*((name, 2) for name in OPENVLA_SHAPES), ("openvla-oft", 1)])
+def test_unpruned_chunks_equal_the_reference(
+    name: str,
+    cameras: int,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], OpenVlaReference],
+    photo: Image.Image,
+) -> None:
+    own, seen = policy(name, cameras), frames(photo, cameras)
+    report = own.act(seen, INSTRUCTION, drawn(name))
+    actions, rows, _ = expected(reference(name), name, seen)
+    np.testing.assert_allclose(report.actions, actions, atol=1e-3)
+    assert report.prompt_tokens == len(rows.values) - report.visual_tokens
+    assert (report.steps, len(report.step_ms), report.in_robots_units) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "dialect"),
+    [
+        *(("openvla-oft", budget, "opset24") for budget in BUDGETS),
+        ("openvla-oft", "prune-77.8", "opset20"),
+        ("openvla-oft-bridge", "prune-66.7", "opset24"),
+        ("openvla-oft-stateless", "prune-88.9+serial+raster+visual-keys", "opset24"),
+    ],
+)
+def test_pruned_chunks_equal_the_reference_with_masked_tokens(
+    name: str,
+    budget: str,
+    dialect: str,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], OpenVlaReference],
+    photo: Image.Image,
+) -> None:
+    own, seen, steps = policy(name, 2, dialect), frames(photo, 2), Watched()
+    report = own.act(seen, INSTRUCTION, drawn(name), budget=budget, observer=steps)
+    actions, rows, run = expected(reference(name), name, seen, budget)
+    assert [kept.index.ravel().tolist() for kept in report.images] == rows.sources
+    for cut, left in run.survivors.items():
+        cameras = [[camera.index(row) for row in left if row in camera] for camera in rows.cameras]
+        assert [kept.after_stage[cut].tolist() for kept in report.images] == cameras
+    text = len(rows.values) - sum(map(len, rows.cameras))
+    assert report.tokens_per_layer == [int(seen_rows.sum()) - text for seen_rows in run.visible]
+    assert report.tokens_per_layer[-1] < report.visual_tokens
+    np.testing.assert_allclose(report.actions, actions, atol=1e-3)
