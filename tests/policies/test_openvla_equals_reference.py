@@ -1,4 +1,4 @@
-"""Chunks of OpenVLA-OFT against a plain reference: unpruned, and with dropped tokens masked."""
+"""Chunks of OpenVLA and OpenVLA-OFT against a plain reference: unpruned, and with dropped tokens masked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget, prune_layers
-from support.models.small_models import OPENVLA_SHAPES
+from support.models.small_models import OPENVLA_SHAPES, OPENVLA_TOKEN_SHAPES
 from support.references.openvla import INSTRUCTION, OpenVlaReference
 from support.references.pi0 import frames
 from support.references.steps import Watched
@@ -115,3 +115,28 @@ def test_pruned_chunks_equal_the_reference_with_masked_tokens(
     assert report.tokens_per_layer == [int(seen_rows.sum()) - text for seen_rows in run.visible]
     assert report.tokens_per_layer[-1] < report.visual_tokens
     np.testing.assert_allclose(report.actions, actions, atol=1e-3)
+
+
+@pytest.mark.parametrize("budget", [None, "prune-66.7", "prune-88.9+serial+raster+visual-keys"])
+@pytest.mark.parametrize("name", OPENVLA_TOKEN_SHAPES)
+def test_actions_of_tokens_equal_the_reference(
+    name: str,
+    budget: str | None,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], OpenVlaReference],
+    photo: Image.Image,
+) -> None:
+    own, torch_model, shape = policy(name, 1), reference(name), OPENVLA_TOKEN_SHAPES[name]
+    seen, (data_set,) = frames(photo, 1), shape.data_sets
+    towers = torch_model.towers(seen)
+    rows = torch_model.rows(towers, INSTRUCTION, None, 0, budget)
+    stages = None
+    if budget is not None:
+        count, options = len(towers[0][0]), parse_budget("openvla", budget)
+        cuts = prune_layers(shape.num_layers)
+        stages = {cut: [stage.of(count)] for cut, stage in zip(cuts, options.stages, strict=True)}
+    tokens, actions = torch_model.token_actions(rows, shape.action_dim, budget, stages)
+    report = own.act(seen, INSTRUCTION, budget=budget or "none")
+    assert len(set(tokens)) > 2 and all(31744 <= token < 32000 for token in tokens)
+    np.testing.assert_allclose(report.actions, torch_model.in_robots_units(actions, data_set, ENDS), atol=1e-6)
+    assert report.prompt_tokens == len(rows.values) - sum(map(len, rows.cameras))

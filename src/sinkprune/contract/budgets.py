@@ -255,9 +255,8 @@ QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
 _OPENVLA = "OpenVLAForActionPrediction"
-OPENVLA_OFT = _family(
-    "openvla", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla"
-)
+OPENVLA = _family("openvla", _OPENVLA, "openvla:OpenVla", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla")
+OPENVLA_OFT = _family("openvla_oft", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS)
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

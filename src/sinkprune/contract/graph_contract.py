@@ -76,7 +76,7 @@ class _Interfaces:
         for number, layers in enumerate(manifest.segments):
             yield f"decoder_{number}", *self._decoder(number, layers)
         policy = manifest.policy
-        if policy is None:
+        if manifest.decodes or policy is None:
             yield "head", self._rows()[:1], [self._floats("logits", 1, lm.vocab_size)]
         elif policy.expert is None:
             yield from self._of_rows(policy)

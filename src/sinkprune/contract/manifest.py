@@ -292,8 +292,6 @@ class ActionRows:
     row predicts the next one's number.
     """
 
-    before: Count
-    """The token before the placeholders. It is added to texts that do not end with it."""
     stop: Count
     """The token after the placeholders."""
     head_blocks: Count
@@ -301,12 +299,24 @@ class ActionRows:
 
 
 @dataclass(frozen=True)
+class ActionTokens:
+    """Tokens that become an action, one for each number (OpenVLA, arXiv 2406.09246). They are decoded greedily."""
+
+    end: Count
+    """The token after those of the bins. The one before it is the lowest bin."""
+    edges: Few
+    """The edges of the bins, from -1 to 1."""
+    stop: Count
+    """The token that ends an answer. An action with it is an error."""
+
+
+@dataclass(frozen=True)
 class PolicyFacts:
-    """Facts of a robot policy: an action expert reads the decoder's caches (pi0, arXiv 2410.24164), or a head its
-    last rows."""
+    """Facts of a robot policy. An action expert reads the decoder's caches (pi0, arXiv 2410.24164), a head reads its
+    last rows, or tokens become actions."""
 
     expert: LanguageModel | None
-    """The action expert. It has the decoder's layers, key-value heads and `head_dim`. None where there are `rows`."""
+    """The action expert, with the decoder's layers, key-value heads and `head_dim`. None with `rows` or `tokens`."""
     chunk: Few
     """The number of actions of a chunk."""
     state_dim: Annotated[int, Bounds(0, 1 << 14)]
@@ -346,7 +356,11 @@ class PolicyFacts:
     """The most actions at the start of a chunk that were held in the training (LeRobot's `rtc_training_max_delay`,
     arXiv 2512.05964). Their time is 0 in each step. None if the training held none."""
     rows: ActionRows | None = field(default=None, metadata=OPTIONAL)
-    """The rows that become actions; None where an expert denoises them."""
+    """The rows that become actions, if any."""
+    tokens: ActionTokens | None = field(default=None, metadata=OPTIONAL)
+    """The tokens that become actions, if any."""
+    prompt_end: Count | None = field(default=None, metadata=OPTIONAL)
+    """The token at the end of every prompt's text, which is added to texts without; None for none."""
     clips_state: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether normalised states are clipped to -1 to 1."""
 
@@ -357,11 +371,18 @@ class PolicyFacts:
 
     def completed(self, ids: Sequence[int]) -> list[int]:
         """Return the rows after a prompt's pictures, whose text has the token `ids`, with those that are no text."""
+        text = [*ids]
+        if self.prompt_end is not None and text[-1:] != [self.prompt_end]:
+            text.append(self.prompt_end)
         if self.rows is None:
-            return [*ids]
+            return text
         state = [STATE_ROW] if self.state_dim else []
-        text = [*ids] if [*ids[-1:]] == [self.rows.before] else [*ids, self.rows.before]
         return [*state, *text, *[PLACEHOLDER_ROW] * (self.chunk * self.action_dim), STOP_ROW]
+
+    @property
+    def new_tokens(self) -> int:
+        """The tokens that are decoded for a chunk."""
+        return self.action_dim if self.tokens else 0
 
     @property
     def denoiser(self) -> LanguageModel:
@@ -504,9 +525,14 @@ class Manifest:
     @property
     def last_graph(self) -> str:
         """Return the graph after the decoder: `head`, or `expert` or `action_head` in a policy."""
-        if self.policy is None:
+        if self.decodes or self.policy is None:
             return "head"
         return EXPERT if self.policy.expert else ACTION_HEAD
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether tokens are decoded: those of an answer, or of a policy's actions."""
+        return self.policy is None or self.policy.tokens is not None
 
     @property
     def segments(self) -> tuple[range, ...]:

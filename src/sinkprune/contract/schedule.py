@@ -201,11 +201,17 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
 
 
 def policy_flops(manifest: Manifest, tokens_per_layer: Sequence[int]) -> tuple[int, int]:
-    """Return the FLOPs of a policy's decoder, and of one denoising step or of the action head."""
+    """Return the FLOPs of a policy's prompt, and of one denoising step, of the action head or of all tokens."""
     model, policy = manifest.language_model, manifest.acting
-    if policy.expert is None:
-        return prefill_flops(model, tokens_per_layer), head_flops(policy, model.hidden_size)
-    return prefix_flops(model, tokens_per_layer), expert_flops(policy, tokens_per_layer)
+    if policy.expert is not None:
+        return prefix_flops(model, tokens_per_layer), expert_flops(policy, tokens_per_layer)
+    step = head_flops(policy, model.hidden_size)
+    if policy.tokens is not None:
+        pairs = sum(tokens_per_layer) * 2 * 2 * model.num_heads * model.head_dim
+        step = policy.action_dim * 2 * model.hidden_size * model.vocab_size
+        # The prompt gives the first token.
+        step += (policy.action_dim - 1) * (model.num_layers * layer_flops(model, 1) + pairs)
+    return prefill_flops(model, tokens_per_layer), step
 
 
 def prefix_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:

@@ -39,10 +39,10 @@ def resolve_limits(
     """Return the limits: text tokens of a prompt, new tokens, and images of a prompt.
 
     None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions. A policy has
-    all its cameras, no new tokens, and if None as many tokens of prompt as in its training; if the checkpoint does
-    not say, 64, or 200 with the state in the prompt, and its rows that are no text. Raises `UsageError` for values
-    out of range, beyond the model's positions, or beyond the bundle's images, and for limits that a policy does not
-    have.
+    all its cameras, as many new tokens as it decodes, and if None as many tokens of prompt as in its training; if the
+    checkpoint does not say, 64, or 200 with the state in the prompt, and its rows that are no text. Raises
+    `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images, and for limits
+    that a policy does not have.
     """
     most_prompt = _MOST_PROMPT
     if manifest.policy is not None:
@@ -56,7 +56,7 @@ def resolve_limits(
                 f"--max-images is {images}, and this policy acts on {counted(manifest.max_images, 'camera')}. Leave "
                 f"the option out{'' if manifest.policy.cameras else again}."
             )
-        new_tokens, images = 0, manifest.max_images
+        new_tokens, images = manifest.policy.new_tokens, manifest.max_images
         usual = _MOST_INSTRUCTION_AND_STATE if manifest.policy.state_in_prompt else _MOST_INSTRUCTION
         most_prompt = manifest.policy.most_prompt_tokens or usual + manifest.policy.own_rows
     images = images or 1
@@ -101,7 +101,7 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
     """Return the optimisation profiles of every graph of a bundle, by graph, then by profile.
 
     Decoder segments and the head have `prefill` and `decode` in one engine. Other graphs have `prefill` only, and so
-    do all graphs of a policy, which decodes no tokens. But if images have larger groups than clips, and clips have
+    do all graphs of a policy that decodes no tokens. But if images have larger groups than clips, and clips have
     more groups, graphs with groups have `clip` and `image` instead: no request has many groups of an image's size,
     and TensorRT could not rank them.
     Raises `BundleError` for an unknown dynamic dimension.
@@ -218,7 +218,7 @@ def _of_graph(
         rows = sizes["prefill"]["S"]
         usual = room_for(rows.opt + limits.new_tokens // 2)
         most = room_for(rows.max + max(limits.new_tokens, 1) - 1)
-        if manifest.policy is None:
+        if manifest.decodes:
             sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "C": _Span(ROOM, usual, most)}
         if manifest.cache == "in-place":
             # TensorRT takes one size of caches: that of the longest request.

@@ -274,7 +274,7 @@ def _parser() -> CommandParser:
     add(
         "--unnorm-key",
         metavar="DATASET",
-        help="OpenVLA-OFT: the data set whose statistics count (default: the checkpoint's only one)",
+        help="OpenVLA: the data set whose statistics count (default: the checkpoint's only one)",
     )
     add("--chunk", type=CHUNK, help="OpenVLA-OFT: actions of a chunk (default: those of LIBERO, BRIDGE or ALOHA)")
     add(

@@ -397,8 +397,10 @@ def _budget_fit(
     here = need(prompt + new)
     cache = cache_bytes(stored, planned, prompt)
     step = decode_bytes(stored, cache)
-    if stored.policy:
+    if stored.policy and not stored.policy.tokens:
         step = stored.weight_bytes(stored.last_graph) + cache * stored.reads_caches
+    elif stored.policy:
+        step *= stored.policy.new_tokens - 1
     bounds = longest = None
     if target.board and not stored.policy:
         per_ms, bytes_per_ms = target.board.fp16_tflops * 1e9, target.board.gb_per_s * 1e6

@@ -18,6 +18,7 @@ from sinkprune.contract.manifest import (
     STATE_ROW,
     STOP_ROW,
     ActionRows,
+    ActionTokens,
     PolicyFacts,
 )
 from sinkprune.contract.precision import Array
@@ -31,7 +32,7 @@ from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.recipe import look, run_prompt
 from sinkprune.runtime.steps.chain import Chain, TowerOutput, of_each_group, run_tower
 from sinkprune.runtime.steps.context_length import check_prompt_length
-from sinkprune.runtime.steps.decoding import PromptRun
+from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
 from sinkprune.runtime.text.prompt import Prompt
@@ -170,6 +171,29 @@ def read_rows(chain: Chain, run: PromptRun, clock: Stopwatch) -> Array:
     return np.array(chain.backend.numpy(actions))
 
 
+def decode_actions(model: LoadedModel, kind: ActionTokens, numbers: int, run: PromptRun, clock: Stopwatch) -> Array:
+    """Return an action [1,1,numbers] fp32 of greedy tokens. A higher token is a lower value, and others are ends.
+
+    Raises `NumericsError` for a token that ends the answer before the action is complete.
+    """
+    chain, tokens = model.chain, list[int]()
+    with clock.measure("step_0"):
+        logits = chain.last({"hidden": run.prefilled.hidden})["logits"]
+        for left in reversed(range(numbers)):
+            token = int(np.argmax(chain.backend.numpy(logits)[0]))
+            if token == kind.stop:
+                raise NumericsError(
+                    f"the policy ended its answer after {len(tokens)} of {numbers} tokens of an action, so there is "
+                    "no action. Give a frame and an instruction like those of its training, or a larger budget."
+                )
+            tokens.append(token)
+            if left:
+                logits = decode_one_token(chain, run.prefilled.cache, model.embedding([token])[0])
+    edges = np.linspace(-1, 1, kind.edges)
+    centres = (edges[:-1] + edges[1:]) / 2
+    return centres[np.clip(kind.end - np.array(tokens) - 1, 0, len(centres) - 1)].astype(np.float32)[None, None]
+
+
 Choose = Callable[[int], tuple[str, int]]
 """Returns the budget and the denoising steps of a chunk from the text tokens of its prompt, when the vision tower is
 done."""
@@ -243,8 +267,10 @@ def run_chunk(
             model = model._replace(
                 embedding=model.embedding.with_rows(own_rows(model, policy.rows, observation.state))
             )
-        run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock)
-        if policy.expert is None:
+        run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock, policy.new_tokens)
+        if policy.tokens is not None:
+            actions = decode_actions(model, policy.tokens, policy.action_dim, run, clock)
+        elif policy.expert is None:
             actions = read_rows(chain, run, clock)
         else:
             actions = denoise(chain, policy, times, replace(observation, steps=budgets.steps), run, clock)

@@ -114,7 +114,7 @@ def _check_no_denoising(policy: PolicyFacts, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and not (name == "steps" and value == policy.steps):
             raise UsageError(
-                f"{name} is given, and this policy denoises nothing: one pass of its decoder makes a chunk. Leave "
+                f"{name} is given, and this policy denoises nothing: its decoder alone makes a chunk. Leave "
                 f"{name} out."
             )
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints of OpenVLA-OFT, as its `finetune.py` leaves them: shards, `.pt` files, statistics."""
+"""Small random checkpoints of OpenVLA and OpenVLA-OFT, as their training leaves them: shards, `.pt` files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class OpenVlaShape:
     blocks: int = 2
     registers: int = 4
     data_sets: tuple[str, ...] = ("libero_spatial_no_noops",)
+    head: bool = True
+    """Whether actions are rows that a head reads, and not tokens."""
     prefix: str = ""
     """What names in `.pt` files begin with."""
 
@@ -46,6 +48,8 @@ def make_openvla_checkpoint(folder: Path, shape: OpenVlaShape, seed: int = 0) ->
     """Write a checkpoint with random weights into the new `folder`."""
     torch.manual_seed(seed)
     tensors = {name: drawn(name, size) for name, size in sizes(shape)}
+    # Greedy tokens are those of bins.
+    tensors["language_model.lm_head.weight"][PAD - 256 : PAD] *= 3
     parts: dict[str, dict[str, torch.Tensor]] = {"action_head": {}, "proprio_projector": {}}
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -185,6 +189,8 @@ def sizes(shape: OpenVlaShape) -> Iterator[tuple[str, list[int]]]:
             yield f"{own}.mlp.{part}_proj.weight", [*ends]
         yield f"{own}.input_layernorm.weight", [HIDDEN]
         yield f"{own}.post_attention_layernorm.weight", [HIDDEN]
+    if not shape.head:
+        return
     wide = shape.action_dim * HIDDEN
     yield from norm_of("action_head.model.layer_norm1", wide)
     yield from linear("action_head.model.fc1", wide, HIDDEN)

@@ -73,6 +73,10 @@ OPENVLA_SHAPES = {
     ),
     "openvla-oft-stateless": OpenVlaShape(image_size=84, state_dim=0),
 }
+OPENVLA_TOKEN_SHAPES = {
+    "openvla": OpenVlaShape(head=False, state_dim=0),
+    "openvla-gqa": OpenVlaShape(image_size=84, num_layers=10, num_kv_heads=2, head=False, state_dim=0, action_dim=5),
+}
 
 
 def make_small_model(name: str, folder: Path) -> None:
@@ -84,8 +88,8 @@ def make_small_model(name: str, folder: Path) -> None:
         make_pi0_checkpoint(folder, PI0_SHAPES[name])
     elif name in PI05_SHAPES:
         make_pi05_checkpoint(folder, PI05_SHAPES[name])
-    elif name in OPENVLA_SHAPES:
-        make_openvla_checkpoint(folder, OPENVLA_SHAPES[name])
+    elif name in (openvla := {**OPENVLA_SHAPES, **OPENVLA_TOKEN_SHAPES}):
+        make_openvla_checkpoint(folder, openvla[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from sinkprune.contract.budgets import parse_budget
 from support.models.openvla_checkpoints import EMPTY, STOP, TOWER_DEPTH, TOWER_HEADS
@@ -68,8 +68,8 @@ class OpenVlaReference:
         self.tensors = {name: value.float() for name, value in self.tensors.items()}
         self.processor = json.loads((folder / "preprocessor_config.json").read_text())
         self.statistics = json.loads((folder / "dataset_statistics.json").read_text())
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.takes_state = "proprio_projector.fc1.weight" in self.tensors
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.has_head = "action_head.model.fc1.weight" in self.tensors
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -139,7 +139,7 @@ class OpenVlaReference:
     def ids(self, instruction: str) -> list[int]:
         """The tokens of the prompt, with the lone space that the training has at its end."""
         prompt = f"In: What action should the robot take to {instruction.lower()}?\nOut:"
-        found: list[int] = self.tokenizer(prompt)["input_ids"]
+        found: list[int] = self.tokenizer.encode(prompt).ids
         return found if found[-1] == EMPTY else [*found, EMPTY]
 
     def normalised_state(self, state: Sequence[float], data_set: str, ends: tuple[str, str]) -> Array:
@@ -192,7 +192,9 @@ class OpenVlaReference:
             projected = F.gelu(self.linear("proprio_projector.fc1", torch.from_numpy(state).float()))
             tail.append(self.linear("proprio_projector.fc2", projected))
         text = [*range(len(rows) + len(tail), len(rows) + len(tail) + len(ids) - 1)]
-        tail += [*table[ids[1:]], *[torch.zeros(table.shape[1])] * placeholders, table[STOP]]
+        tail += [*table[ids[1:]]]
+        if self.has_head:
+            tail += [*[torch.zeros(table.shape[1])] * placeholders, table[STOP]]
         first = 1 + len(towers) * count
         positions += [*range(first, first + len(tail))]
         return Rows(torch.stack([*rows, *tail]), positions, cameras, text, sources)
@@ -204,7 +206,11 @@ class OpenVlaReference:
     def layer(
         self, number: int, x: torch.Tensor, positions: Sequence[int], visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows after a layer in which every row sees all `visible` rows, and its rotated queries and keys."""
+        """The rows after a layer, and its rotated queries and keys.
+
+        Every row sees all `visible` rows; without an action head, only those up to its own.
+        """
+        seen = visible.expand(len(x), -1) if self.has_head else visible & torch.ones(len(x), len(x)).tril().bool()
         name, heads = f"language_model.model.layers.{number}", self.text["num_attention_heads"]
         normed = self.rms_norm(f"{name}.input_layernorm", x)
         query, key, value = (
@@ -216,7 +222,7 @@ class OpenVlaReference:
         query, key = rotated(query, positions), rotated(key, positions)
         repeats = heads // len(key)
         scores = query @ key.repeat_interleave(repeats, dim=0).transpose(1, 2) / query.shape[2] ** 0.5
-        shares = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=2)
+        shares = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=2)
         mixed = (shares @ value.repeat_interleave(repeats, dim=0)).transpose(0, 1).reshape(len(x), -1)
         x = x + self.linear(f"{name}.self_attn.o_proj", mixed)
         normed = self.rms_norm(f"{name}.post_attention_layernorm", x)
@@ -242,7 +248,7 @@ class OpenVlaReference:
                 visual,
                 [place[row] for row in rows.text],
                 visual_keys=options.scores_over == "visual_keys",
-                causal=False,
+                causal=not self.has_head,
             )
             kept = set(range(len(alive)))
             for camera, most in zip(rows.cameras, stages[number], strict=True):
@@ -270,6 +276,32 @@ class OpenVlaReference:
                 block += 1
             steps.append(self.linear(f"{name}.fc2", self.layer_norm(f"{name}.layer_norm2", x, 1e-5)))
         return torch.stack(steps).numpy()
+
+    @torch.no_grad()
+    def token_actions(
+        self, rows: Rows, numbers: int, budget: str | None = None, stages: Mapping[int, Sequence[int]] | None = None
+    ) -> tuple[list[int], Array]:
+        """Greedy tokens, and the numbers [1,numbers] that they are. The whole prompt runs again for each token.
+
+        A pruned token is dropped by what the prompt alone says: earlier rows do not see later ones.
+        """
+        tokens: list[int] = []
+        table, first = self.tensors["language_model.model.embed_tokens.weight"], self.run(rows, budget, stages)
+        dropped = {
+            cut: [row for row in range(len(rows.values)) if row not in left] for cut, left in first.survivors.items()
+        }
+        while len(tokens) < numbers:
+            x = torch.cat([rows.values, table[tokens]])
+            positions = [*rows.positions, *range(rows.positions[-1] + 1, rows.positions[-1] + 1 + len(tokens))]
+            visible = torch.ones(len(x), dtype=torch.bool)
+            for number in range(self.text["num_hidden_layers"]):
+                x = self.layer(number, x, positions, visible)[0]
+                visible[dropped.get(number, [])] = False
+            normed = self.rms_norm("language_model.model.norm", x[-1])
+            tokens.append(int(self.linear("language_model.lm_head", normed).argmax()))
+        edges = np.linspace(-1, 1, 256)
+        places = [min(max(32000 - token - 1, 0), 254) for token in tokens]
+        return tokens, np.array([[(edges[place] + edges[place + 1]) / 2 for place in places]])
 
 
 def rotated(x: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _load(model: Model, manifest: Manifest, backend: Backend) -> Run:
             cache = decoder.new_cache()
         outputs = decoder(rows, cache)
         found = {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches}
-        if manifest.policy is not None:
+        if manifest.reads_caches:
             held = decoder.keys_and_values(cache)
             found |= {name: backend.numpy(held[past])[:, :, : cache.length] for name, past in caches.items()}
         return found

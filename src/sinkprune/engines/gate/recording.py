@@ -303,7 +303,7 @@ class _Recorder:
     def __init__(self, bundle: Bundle, folder: Path) -> None:
         self._graphs, self._folder = bundle.manifest.graphs, folder
         # A policy calls each segment once, and its expert reads caches: no later row would show a wrong cache.
-        self._with_caches = bundle.manifest.policy is not None
+        self._with_caches = bundle.manifest.reads_caches
         self._calls: Counter[str] = Counter()
         self._stored: set[bytes] = set()
         self._last: dict[str, dict[str, bytes]] = {}

@@ -1,4 +1,4 @@
-"""Folders of OpenVLA-OFT: statistics of a data set, and action heads in files of their own.
+"""Folders of OpenVLA and OpenVLA-OFT: statistics of a data set, and action heads in files of their own.
 
 The folder does not name its robot. Lengths of the statistics name the published ones; others need options.
 """
@@ -64,8 +64,20 @@ class _DataSet(TypedDict, total=False):
 
 
 def read_openvla(source: str, folder: Path, config: Mapping[str, Any], options: PolicyOptions) -> FolderContent:
-    """Read a folder of OpenVLA-OFT; raises `CheckpointError`, and `UsageError` for options that it needs."""
+    """Read a folder; raises `CheckpointError`, and `UsageError` for options that it needs or does not have."""
     parts = _parts(source, folder)
+    kept = {name: value for name, value in config.items() if name != "norm_stats"}
+    if not parts:
+        if options.chunk or options.bounds:
+            raise UsageError(
+                f"--chunk and --bounds are for OpenVLA-OFT, and '{source}' is OpenVLA: it has no action head, and "
+                "gives one action at a time. Leave them out."
+            )
+        action = _data_set(source, folder, config, options.unnorm_key).get("action", {})
+        ends = {f"actions_{end}": values for end, values in _ends(source, "actions", action, "q01-q99").items()}
+        return FolderContent(
+            {"config.json": {**kept, "action_dim": len(ends["actions_low"])}, "processor_config.json": ends}, {}
+        )
     head, state_dim = _head(source, folder, parts)
     data = _data_set(source, folder, config, options.unnorm_key)
     action, proprio = data.get("action", {}), data.get("proprio") or {}
@@ -91,8 +103,7 @@ def read_openvla(source: str, folder: Path, config: Mapping[str, Any], options: 
                 "by its .pt files",
                 "Give the statistics of its training, or another --unnorm-key.",
             )
-    kept = {name: value for name, value in config.items() if name != "norm_stats"}
-    made = {**kept, "action_head": {**head, "chunk": chunk, "state_dim": state_dim}}
+    made = {**kept, "model_type": "openvla_oft", "action_head": {**head, "chunk": chunk, "state_dim": state_dim}}
     # The checkpoint's own has names of classes alone.
     return FolderContent({"config.json": made, "processor_config.json": statistics}, parts)
 
@@ -102,7 +113,7 @@ def _error(source: str, found: str, remedy: str) -> CheckpointError:
 
 
 def _parts(source: str, folder: Path) -> dict[str, str]:
-    """Return the files of the head and of the projector of states, by their names in OpenVLA-OFT."""
+    """Return the files of OpenVLA-OFT's head and of its projector of states, by their names; none for OpenVLA."""
     files = sorted(path.name for path in folder.glob("*checkpoint*.pt"))
     for name, what in _REFUSED.items():
         if own := [file for file in files if name in file]:
@@ -115,11 +126,12 @@ def _parts(source: str, folder: Path) -> dict[str, str]:
                 f"it has {len(own)} files of the part {name}: {', '.join(own)}",
                 "Keep the one of the step that you want.",
             )
-    if not found[_HEAD]:
+    if not found[_HEAD] and (found[_STATE] or has_entry(folder, "lora_adapter")):
         raise _error(
             source,
-            f"it has no {_HEAD}--N_checkpoint.pt, so its actions are tokens",
-            "OpenVLA and discrete OpenVLA-OFT are not supported yet. Give a checkpoint with an L1 head, such as "
+            f"it is of OpenVLA-OFT's training and has no {_HEAD}--N_checkpoint.pt, so it decodes all tokens of its "
+            "actions at once",
+            "Discrete OpenVLA-OFT is not supported yet. Give a checkpoint with an L1 head, such as "
             "moojink/openvla-7b-oft-finetuned-libero-spatial.",
         )
     return {name: own[0] for name, own in found.items() if own}

@@ -182,6 +182,26 @@ def _pi0() -> dict[str, Any]:
     }
 
 
+def _openvla(**own: Any) -> dict[str, Any]:
+    """Prismatic's towers and Llama-2-7B, whose sizes are transformers' defaults, and LIBERO's numbers."""
+    return {
+        "architectures": ["OpenVLAForActionPrediction"],
+        "model_type": "openvla",
+        "arch_specifier": "no-align+fused-gelu-mlp",
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "use_fused_vision_backbone": True,
+        "image_resize_strategy": "resize-naive",
+        "image_sizes": [224, 224],
+        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+        "timm_override_act_layers": [None, None],
+        "n_action_bins": 256,
+        "pad_to_multiple_of": 64,
+        "pad_token_id": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+        **own,
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": _llava(4096, 11008, 32, 32, 32),
     "llava-1.5-13b": _llava(5120, 13824, 40, 40, 40),
@@ -194,6 +214,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
+    "openvla-7b": _openvla(action_dim=7),
+    "openvla-7b-oft": _openvla(
+        model_type="openvla_oft", action_head={"chunk": 8, "action_dim": 7, "blocks": 2, "state_dim": 8}
+    ),
     "pi0": _pi0(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }

@@ -1,6 +1,7 @@
-"""OpenVLA-OFT: two towers, a Llama decoder in both directions, and an L1 action head (arXiv 2502.19645).
+"""OpenVLA and OpenVLA-OFT: two towers and a Llama decoder (arXiv 2406.09246, 2502.19645).
 
-transformers has no class for it: its code is that of moojink/openvla-oft.
+OpenVLA decodes a token for each number of an action. OpenVLA-OFT attends in both directions, and an L1 head reads a
+chunk from rows. transformers has no class for them: their code is that of openvla/openvla and moojink/openvla-oft.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import (
     ActionRows,
+    ActionTokens,
     Colours,
     FusedTower,
     Number,
@@ -40,7 +42,7 @@ from sinkprune.export.families.pi0 import statistics_of
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_head import ActionHead, build_action_head, build_state_projector
 from sinkprune.export.models.fused_vit import build_fused
-from sinkprune.export.models.llama import Llama
+from sinkprune.export.models.llama import Llama, build_head
 
 _EMPTY, _STOP = 29871, 2
 """Llama's tokens of a lone space, which ends every prompt of the training, and of the end of a text."""
@@ -81,7 +83,16 @@ class _OpenVlaFields(TypedDict, total=False):
     timm_override_act_layers: Annotated[list[Name | None], Bounds(1, 4)]
     timm_model_args: Annotated[list[_TimmFields], Bounds(2, 2)]
     pad_token_id: Token
+    pad_to_multiple_of: Annotated[int, Bounds(0, 1 << 14)]
+    n_action_bins: Annotated[int, Bounds(2, 1 << 14)]
     text_config: TextFields
+
+
+class _TokenFields(_OpenVlaFields, total=False):
+    action_dim: Annotated[int, Bounds(1, 1 << 10)]
+
+
+class _OftFields(_OpenVlaFields, total=False):
     action_head: _HeadFields
 
 
@@ -110,15 +121,19 @@ class _ProcessorFields(TypedDict, total=False):
     tvf_do_letterbox: bool
 
 
-class OpenVlaOft(LlamaShaped):
-    """A configuration of OpenVLA-OFT, as `sinkprune.export.checkpoint.openvla` completes it."""
+class OpenVla(LlamaShaped):
+    """A configuration of OpenVLA, as `sinkprune.export.checkpoint.openvla` completes it."""
 
-    name = "openvla-oft"
+    name = "openvla"
+    completed_by = "action_dim"
+    """The field that the checkpoint's folder gives."""
+    attends_forward = False
+    """Whether rows see later rows."""
     configured_as = "llava"
     projector = "projector"
     groups_are_frames = False
     adds_bos = False
-    config_fields: type = _OpenVlaFields
+    config_fields: type = _TokenFields
     processor_fields: type = _ProcessorFields
     chat_template = (
         "{{ bos_token }}{% for message in messages %}"
@@ -141,7 +156,9 @@ class OpenVlaOft(LlamaShaped):
             registers=dino["reg_tokens"],
         )
         self.visual_width = self.vision.hidden_size + self.vision.dino.hidden_size
-        self._head = ActionHead(**self._config.action_head)
+        completed = getattr(self._config, self.completed_by, None)
+        self._check([(f"{self.completed_by} is given", completed is not None, completed)])
+        self._completed: Any = completed
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -149,14 +166,11 @@ class OpenVlaOft(LlamaShaped):
         return SpecialTokens(self._special_tokens(texts, 4), bos="<s>", eos="</s>", unknown="<unk>")
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
-        ends = {"action_head": build_action_head}
-        if self._head.state_dim:
-            ends["state_projector"] = build_state_projector
         return {
             "vision": partial(build_fused, tower=self.vision),
             "projector": self._build_projector,
             **self._decoder(segments),
-            **{name: partial(build, llama=self._llama, head=self._head) for name, build in ends.items()},
+            **self._ends(),
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,26 +207,26 @@ class OpenVlaOft(LlamaShaped):
         }
 
     def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
-        head = self._head
-        numbers = statistics_of(self._source, settings, {"state": head.state_dim, "actions": head.action_dim})
-        return PolicyFacts(
-            None,
-            head.chunk,
-            head.state_dim,
-            head.action_dim,
-            1,
-            None,
-            None,
-            **numbers,
-            rows=ActionRows(_EMPTY, _STOP, head.blocks),
-            clips_state=True if head.state_dim else None,
-        )
+        config, text = self._config, self._text_config
+        end = text.vocab_size - config.pad_to_multiple_of
+        tokens = ActionTokens(end, config.n_action_bins, _STOP)
+        return self._facts(settings, 1, 0, self._completed, tokens=tokens)
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
         return self.vision.tokens
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         return 1
+
+    def _ends(self) -> dict[str, WriteGraph]:
+        """Return the writers of the graphs after the decoder."""
+        return {"head": partial(build_head, llama=self._llama, lm_head="lm_head")}
+
+    def _facts(
+        self, settings: Mapping[str, Any], chunk: int, state_dim: int, action_dim: int, **own: Any
+    ) -> PolicyFacts:
+        numbers = statistics_of(self._source, settings, {"state": state_dim, "actions": action_dim})
+        return PolicyFacts(None, chunk, state_dim, action_dim, 1, None, None, **numbers, **own, prompt_end=_EMPTY)
 
     def _timm_tower(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         width, depth = arguments["embed_dim"], arguments["depth"]
@@ -264,4 +278,28 @@ class OpenVlaOft(LlamaShaped):
         # One section of all frequencies: kept rows keep their positions.
         facts, bias = read_language_model(text, [head_dim(text) // 2]), text.attention_bias
         llama = Llama(facts, text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=text.mlp_bias)
-        return replace(llama, causal=False)
+        return replace(llama, causal=not self.attends_forward)
+
+
+class OpenVlaOft(OpenVla):
+    """A configuration of OpenVLA-OFT with an L1 head."""
+
+    name = "openvla-oft"
+    completed_by = "action_head"
+    attends_forward = True
+    config_fields: type = _OftFields
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
+        head = self._action_head
+        own = {"rows": ActionRows(_STOP, head.blocks), "clips_state": True if head.state_dim else None}
+        return self._facts(settings, head.chunk, head.state_dim, head.action_dim, **own)
+
+    def _ends(self) -> dict[str, WriteGraph]:
+        ends = {"action_head": build_action_head}
+        if self._action_head.state_dim:
+            ends["state_projector"] = build_state_projector
+        return {name: partial(build, llama=self._llama, head=self._action_head) for name, build in ends.items()}
+
+    @property
+    def _action_head(self) -> ActionHead:
+        return ActionHead(**self._completed)

@@ -1,4 +1,4 @@
-"""The pictures of OpenVLA-OFT: stretched to a square, in the colours of both towers."""
+"""The pictures of OpenVLA and OpenVLA-OFT: stretched to a square, in the colours of both towers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinkprune.runtime.families.llava import PixelSize, SquarePictures, check_se
 
 
 class OpenVla(SquarePictures):
-    """The image side of a bundle of OpenVLA-OFT. A picture is the frame of a camera, in one group of tokens."""
+    """The image side of a bundle of OpenVLA or OpenVLA-OFT. A picture is a camera's frame, in one group of tokens."""
 
     _tower: FusedTower
     no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
