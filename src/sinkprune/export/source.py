@@ -103,7 +103,7 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
-        if self.random_weights and any(_policy_options(self)):
+        if self.random_weights and any(self.policy_options):
             raise UsageError("random weights have no statistics: leave out --unnorm-key, --chunk and --bounds.")
         if self.heads is not None:
             self.heads.check_read_by(self.methods)
@@ -115,6 +115,11 @@ class ExportRequest:
         for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):
             if count is not None:
                 limit.check(count)
+
+    @property
+    def policy_options(self) -> PolicyOptions:
+        """Return the options of the checkpoint's folder."""
+        return PolicyOptions(*(getattr(self, name) for name in PolicyOptions._fields))
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     if request.random_weights:
         return _open_random(request)
     folder = locate(request.source)
-    files = _ConfigurationFiles(request.source, folder, _policy_options(request))
+    files = _ConfigurationFiles(request.source, folder, request.policy_options)
     config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
@@ -162,10 +167,6 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
         text = replace(text, chat_template=family.chat_template)
     images = _images(request, policy)
     return OpenCheckpoint(family, weights, _formed(text, family), processor, checkpoint, images, policy, quantisation)
-
-
-def _policy_options(request: ExportRequest) -> PolicyOptions:
-    return PolicyOptions(*(getattr(request, name) for name in PolicyOptions._fields))
 
 
 def _formed(text: Text, family: Family) -> Text:

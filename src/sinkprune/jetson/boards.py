@@ -34,7 +34,7 @@ from sinkprune.contract.precision import WeightForms
 
 _PRESETS_FILE = Path(__file__).with_name("presets.json")
 _METHOD = "sinkpruner"
-_CAMERAS = 3
+_CAMERAS = range(3)
 """The cameras of a policy's preset, as in openpi's `pi0_base`."""
 
 
@@ -107,7 +107,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
         language_model=lm,
         vision=facts.vision,
         most_visual_tokens=facts.most_visual_tokens,
-        max_images=_CAMERAS if facts.policy else 1,
+        max_images=len(facts.policy.cameras or _CAMERAS) if facts.policy else 1,
         projector=facts.projector,
         processor=facts.processor,
         tokens=Tokens(0, (), "", ""),

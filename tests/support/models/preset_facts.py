@@ -17,6 +17,9 @@ from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.jetson import boards as presets
 from sinkprune.jetson.boards import PresetFacts, WeightBytes
 
+AFTER = ("head", "modulation", "expert", "action_head", "state_projector")
+"""Graphs with weights besides the tower, the projector and the decoder."""
+
 
 def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -> dict[str, WeightedGraph]:
     """The graphs with weights, whose states are fp16; no weight is read.
@@ -57,7 +60,7 @@ def facts_of(name: str, config: Mapping[str, Any]) -> PresetFacts:
             projector=graphs[family.projector].bytes if family.projector else 0,
             layer=graphs["decoder_0"].bytes,
             last_layer=graphs["decoder_1"].bytes,
-            after={name: graphs[name].bytes for name in ("head", "modulation", "expert") if name in graphs},
+            after={name: graphs[name].bytes for name in AFTER if name in graphs},
         ),
         policy=family.policy({}),
     )

@@ -210,7 +210,7 @@ class OpenVla(LlamaShaped):
         config, text = self._config, self._text_config
         end = text.vocab_size - config.pad_to_multiple_of
         tokens = ActionTokens(end, config.n_action_bins, _STOP)
-        return self._facts(settings, 1, 0, self._completed, tokens=tokens)
+        return self._facts(settings, 1, 0, self._completed, tokens=tokens, camera="full_image")
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
         return self.vision.tokens
@@ -223,9 +223,16 @@ class OpenVla(LlamaShaped):
         return {"head": partial(build_head, llama=self._llama, lm_head="lm_head")}
 
     def _facts(
-        self, settings: Mapping[str, Any], chunk: int, state_dim: int, action_dim: int, **own: Any
+        self,
+        settings: Mapping[str, Any],
+        chunk: int,
+        state_dim: int,
+        action_dim: int,
+        camera: str | None = None,
+        **own: Any,
     ) -> PolicyFacts:
         numbers = statistics_of(self._source, settings, {"state": state_dim, "actions": action_dim})
+        numbers["cameras"] = (camera,) if camera else None
         return PolicyFacts(None, chunk, state_dim, action_dim, 1, None, None, **numbers, **own, prompt_end=_EMPTY)
 
     def _timm_tower(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
