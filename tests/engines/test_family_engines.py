@@ -21,6 +21,8 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.models import Model
 from support.models.heads_of_64 import (
     NEXT_CONFIG,
+    OFT_CONFIG,
+    OPENVLA_CONFIG,
     PI0_CONFIG,
     PI05_CONFIG,
     QWEN2_CONFIG,
@@ -102,6 +104,18 @@ FAMILIES = {
         # The expert's rows are the actions alone.
         {"expert prefill cos": Range((1, 10, 128), (1, 10, 128), (1, 10, 128))},
     ),
+    "openvla": Family(
+        OPENVLA_CONFIG, {"budgets": QWEN}, {"head decode hidden": Range(*[(1, n, 256) for n in (1, 1, 2)])}
+    ),
+    "openvla-oft": Family(
+        OFT_CONFIG,
+        {"budgets": QWEN, "max_images": 2},
+        {
+            "vision prefill pixel_values": Range((1, 6, 224, 224), (2, 6, 224, 224), (2, 6, 224, 224)),
+            # 64 tokens of prompt, and the rows of the state, of 56 numbers and of the stop token.
+            "decoder_0 prefill hidden": Range((1, 1, 256), (1, 2 * 128 + 64, 256), (1, 2 * 256 + 64 + 58, 256)),
+        },
+    ),
 }
 
 
@@ -117,7 +131,7 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) == set(bundle.manifest.graphs)
-    assert ("projector" in built) == family.startswith(("llava", "pi0"))
+    assert ("projector" in built) == family.startswith(("llava", "pi0", "openvla"))
     decoders = [graph for graph in built if graph.startswith("decoder_")]
     with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["prefill"]]
     assert with_deepstack == (["decoder_0"] if family == "qwen3-vl" else [])
@@ -137,6 +151,8 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
         slow(("pi0", "opset20", ["decoder_0", "decoder_3", "expert"])),
         ("pi0.5", "opset24", ["expert"]),
         slow(("pi0.5", "opset20", ["expert"])),
+        ("openvla-oft", "opset24", ["vision", "decoder_0", "decoder_3", "action_head", "state_projector"]),
+        slow(("openvla-oft", "opset20", ["vision", "decoder_0", "decoder_3", "action_head"])),
     ],
 )
 def test_tensorrt_rtx_builds_what_other_families_lack(

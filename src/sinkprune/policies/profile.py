@@ -238,7 +238,7 @@ def _profile(options: Options, bundle: Bundle, observations: Observations) -> No
     (moment,) = observations.moments
     usual = manifest.acting.steps
     steps = options.steps or [usual, *(fewer for fewer in _FEWER_STEPS if fewer < usual)]
-    notes = observations.check(manifest, options.prompt)
+    notes = observations.check(manifest, options.prompt, steps=max(options.steps) if options.steps else None)
     budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
     family = load_family(manifest, None)
     # Decoded once: files would count as part of no chunk, and take time between them.

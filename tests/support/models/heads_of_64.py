@@ -10,6 +10,7 @@ import onnx
 
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.source import ExportRequest
 
 CONFIG: dict[str, Any] = {
@@ -126,6 +127,19 @@ PI0_CONFIG: dict[str, Any] = {
     },
     "dit_config": {**_GEMMA, "hidden_size": 128, "intermediate_size": 192},
     "chunk_size": 10,
+}
+# The code of OpenVLA names tokens of Llama's vocabulary. SigLIP's heads are 72, as in the real model.
+OPENVLA_CONFIG: dict[str, Any] = {
+    **PRESETS["openvla-7b"],
+    "timm_model_args": [
+        {"embed_dim": 128, "depth": 4, "num_heads": 2, "mlp_ratio": 2.0, "reg_tokens": 4},
+        {"embed_dim": 144, "depth": 4, "num_heads": 2, "mlp_ratio": 2.0, "reg_tokens": 0},
+    ],
+    "text_config": {**CONFIG["text_config"], "num_key_value_heads": 4, "vocab_size": 32064},
+}
+OFT_CONFIG: dict[str, Any] = {
+    **OPENVLA_CONFIG,
+    **{name: PRESETS["openvla-7b-oft"][name] for name in ("model_type", "action_head")},
 }
 PI05_CONFIG: dict[str, Any] = {**PI0_CONFIG, "model_type": "pi05"}
 

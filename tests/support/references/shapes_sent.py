@@ -68,7 +68,7 @@ def policy_shapes_outside_optimisation_profiles(
     plans = [(method, budget) for method, own in bundle.manifest.plans.items() for budget in own]
     for cameras, instruction in chunks:
         for method, budget in (("sinkpruner", "none"), *plans):
-            policy.act(cameras, instruction, state, method=method, budget=budget, steps=2)
+            policy.act(cameras, instruction, state, method=method, budget=budget, steps=min(2, policy.facts.steps))
     return shapes_sent.outside_optimisation_profiles(bundle, limits)
 
 

@@ -1,0 +1,186 @@
+"""OpenVLA and OpenVLA-OFT in programs: what `act` rejects, engines, deadlines and commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Policy, PolicyLoop
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import NumericsError, UnusualStateWarning, UsageError
+from sinkprune.contract.schedule import layer_flops, policy_flops
+from sinkprune.engines.profiles import resolve_limits
+from sinkprune.policies.observation import observed
+from sinkprune.runtime.hooks import Observer
+from support.programs.commands import assert_refused, run
+from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
+
+INSTRUCTION, BUDGETS = "pick up the red cup", ("prune-77.8",)
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Callable[[str], Path]:
+    return lambda name: bundle(name, budgets=BUDGETS, max_images=2 if "oft" in name else 1)
+
+
+@pytest.fixture(scope="module")
+def oft(source: Callable[[str], Path]) -> Policy:
+    """A policy of two cameras with a state."""
+    return Policy.load(source("openvla-oft"))
+
+
+@pytest.fixture
+def frames(photo: Image.Image) -> list[Image.Image]:
+    return [photo, photo.rotate(90)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 4}, "steps is given, and this policy denoises nothing"),
+        ({"noise": np.zeros((8, 7))}, "noise is given"),
+        ({"held": np.zeros((1, 7))}, "held is given"),
+        ({"state": ()}, r"no state was given, expected 8 numbers .* Add it \(--state\)"),
+        ({"deadline_ms": 1e4, "min_steps": 2}, "min_steps is 2 and steps 1"),
+    ],
+)
+def test_what_denoising_alone_can_do_is_rejected(
+    given: dict[str, Any], said: str, oft: Policy, frames: list[Image.Image]
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        oft.act(frames, INSTRUCTION, **{"state": oft.facts.usual_state, **given})
+
+
+def test_a_loop_cannot_continue_a_chunk_by_denoising(oft: Policy) -> None:
+    with pytest.raises(UsageError, match=r"join is 'inpaint', .* this policy has none"):
+        PolicyLoop(oft, lambda: None, lambda action: None, "go", rate_hz=5, join="inpaint")  # type: ignore[arg-type,return-value]
+
+
+def test_a_chunk_repeats_with_any_seed(oft: Policy, frames: list[Image.Image]) -> None:
+    chunks = [oft.act(frames, INSTRUCTION, oft.facts.usual_state, seed=seed).actions for seed in (None, 1, 2)]
+    assert (chunks[0] == chunks[1]).all() and (chunks[0] == chunks[2]).all()
+
+
+def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: list[Image.Image]) -> None:
+    facts, manifest = oft.facts, oft.bundle.manifest
+    assert facts.state_range is not None
+    low, high = (np.array(end) for end in (facts.state_range.low, facts.state_range.high))
+    for place, expected in ((0.5, 0.0), (0.75, 0.5), (-0.1, -1.0), (1.3, 1.0)):
+        state = low + place * (high - low)
+        found = observed(manifest, list(frames), INSTRUCTION, state).state
+        np.testing.assert_allclose(found[0, 0], expected, atol=1e-5)
+    # What is far outside is noted before it is clipped.
+    with pytest.warns(UnusualStateWarning, match="at place 3"):
+        oft.act(frames, INSTRUCTION, low + np.eye(8)[2] * 99)
+
+
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_every_shape_lies_in_an_optimisation_profile(
+    name: str, source: Callable[[str], Path], frames: list[Image.Image]
+) -> None:
+    opened = read_bundle(source(name))
+    policy, seen = Policy.load(opened), frames[: opened.manifest.max_images]
+    most = policy.act(seen, INSTRUCTION, policy.facts.usual_state).prompt_tokens
+    limits, tighter = (
+        resolve_limits(opened.manifest, prompt_tokens=tokens, new_tokens=None, images=None)
+        for tokens in (most, most - 1)
+    )
+    assert limits.new_tokens == policy.facts.new_tokens == (0 if "oft" in name else 7)
+    assert not policy_shapes_outside_optimisation_profiles(opened, limits, [(seen, INSTRUCTION)])
+    outside = policy_shapes_outside_optimisation_profiles(opened, tighter, [(seen, INSTRUCTION)])
+    assert {graph for graph, _ in outside} >= {"decoder_0"}
+    # Short instructions have room by default, with the rows that are no text.
+    usual = resolve_limits(opened.manifest, prompt_tokens=None, new_tokens=None, images=None)
+    assert usual.prompt_tokens == 64 + (58 if "oft" in name else 0)
+
+
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_engines_pass_the_gate_and_act_as_the_graphs(
+    name: str, source: Callable[[str], Path], frames: list[Image.Image], photo_file: Path, tmp_path: Path
+) -> None:
+    engines, bundle = tmp_path / "engines", source(name)
+    built = run("sinkprune-build", bundle, "-o", engines, "--target", "onnxruntime", "--max-prompt", 160)
+    assert built.code == 0, built.stderr
+    checked = run("sinkprune-check", bundle, engines, "--image", photo_file, "--prompt", INSTRUCTION)
+    assert checked.code == 0, checked.stdout + checked.stderr
+    assert f"passed: {len(read_bundle(bundle).manifest.graphs)} engines, 2 chunks of actions" in checked.stdout
+    policies = Policy.load(engines), Policy.load(source(name))
+    seen, state = frames[: policies[0].bundle.manifest.max_images], policies[0].facts.usual_state
+    for budget in ("none", *BUDGETS):
+        chunks = [each.act(seen, INSTRUCTION, state, budget=budget).actions for each in policies]
+        assert abs(chunks[0] - chunks[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_a_deadline_chooses_a_budget(name: str, source: Callable[[str], Path], frames: list[Image.Image]) -> None:
+    policy = Policy.load(source(name))
+    seen, state = frames[: policy.bundle.manifest.max_images], policy.facts.usual_state
+    policy.warm_up(seen, INSTRUCTION, state, seconds=0)
+    for deadline, budget in ((6e4, "none"), (1, BUDGETS[0])):
+        chunk = policy.act(seen, INSTRUCTION, state, deadline_ms=deadline)
+        assert chunk.deadline is not None
+        assert (chunk.steps, chunk.deadline.steps, chunk.deadline.met) == (1, 1, budget == "none")
+    assert chunk.budget in ("none", BUDGETS[0])
+
+
+def test_commands_act_and_profile(source: Callable[[str], Path], photo_file: Path, tmp_path: Path) -> None:
+    cameras = ("--camera", photo_file, "--camera", photo_file, "--instruction", INSTRUCTION)
+    refused = run("sinkprune-act", source("openvla-oft"), *cameras)
+    assert_refused(refused, "no state was given, expected 8 numbers")
+    out = tmp_path / "act.json"
+    done = run("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json", out)
+    assert done.code == 0, done.stderr
+    (chunk,) = json.loads(out.read_text())["chunks"]
+    assert (len(chunk["actions"]), chunk["steps"]) == (8, 1)
+    options = ("--repeat", 1, "--warmup", 0, "--json", tmp_path / "profile.json")
+    one = ("--camera", photo_file, "--prompt", INSTRUCTION)
+    assert_refused(run("sinkprune-profile", source("openvla"), *one, "--steps", "2", *options), "steps is given")
+    done = run("sinkprune-profile", source("openvla"), *one, *options)
+    assert done.code == 0, done.stderr
+    report = json.loads((tmp_path / "profile.json").read_text())
+    assert re.search(r"1\s+step|1 step|denoising", done.stdout) and set(report["budgets"]) == {"none", *BUDGETS}
+
+
+def test_an_action_that_ends_early_is_an_error(source: Callable[[str], Path], photo: Image.Image) -> None:
+    """The original decodes tokens of the prompt as numbers then."""
+    policy, calls = Policy.load(source("openvla")), list[int]()
+    head = policy._model.chain.last
+
+    def ends(inputs: Any) -> Any:
+        logits = np.array(policy.backend.numpy(head(inputs)["logits"]))
+        calls.append(int(logits.argmax()))
+        if len(calls) == 3:
+            logits[0, 2] = logits.max() + 1
+        return {"logits": policy.backend.tensor(logits)}
+
+    policy._model.chain.last = ends
+    with pytest.raises(NumericsError, match="ended its answer after 2 of 7 tokens"):
+        policy.act([photo], INSTRUCTION)
+
+
+def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) -> None:
+    manifest, report = oft.bundle.manifest, oft.act(frames, INSTRUCTION, oft.facts.usual_state, budget=BUDGETS[0])
+    rows = [report.prompt_tokens + count for count in report.tokens_per_layer]
+    # 8 actions of 7 rows: a layer of 7 widths, two of one, and one to 7 numbers. The state: 8 numbers to a row.
+    head = 2 * (8 * (7 * 64 * 64 + 2 * 64 * 64 + 64 * 7) + 8 * 64 + 64 * 64)
+    assert policy_flops(manifest, rows) == (sum(layer_flops(manifest.language_model, one) for one in rows), head)
+    assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
+
+
+def test_observers_see_the_chunk(oft: Policy, frames: list[Image.Image]) -> None:
+    class Seen(Observer):
+        def acted(self, actions: Any) -> None:
+            self.actions = actions
+
+    seen = Seen()
+    report = oft.act(frames, INSTRUCTION, oft.facts.usual_state, observer=seen)
+    # The gripper stays as the network gives it, and all others are in the robot's units.
+    np.testing.assert_allclose(report.actions[:, 6], seen.actions[0, :, 6], atol=1e-6)
+    assert abs(report.actions[:, 0] - seen.actions[0, :, 0]).max() > 0.1
