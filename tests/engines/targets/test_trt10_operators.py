@@ -17,6 +17,8 @@ from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
     CONFIG,
     NEXT_CONFIG,
+    OFT_CONFIG,
+    OPENVLA_CONFIG,
     PI0_CONFIG,
     PI05_CONFIG,
     QWEN2_CONFIG,
@@ -166,6 +168,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pi0, several cameras": (PI0_CONFIG, {"budgets": QWEN, "max_images": 2}),
     "pi0, one camera": (PI0_CONFIG, {"budgets": QWEN}),
     "pi0.5": (PI05_CONFIG, {"budgets": QWEN[:1]}),
+    "openvla": (OPENVLA_CONFIG, {"budgets": QWEN[:1]}),
+    "openvla-oft": (OFT_CONFIG, {"budgets": QWEN[1:], "max_images": 2}),
     "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }
 # The kinds with several images and with clips have all operators of these.

@@ -91,9 +91,13 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
         assert known == read_family("preset", PRESETS[name]).processor({})
 
 
+NOT_COUNTED = ("pi0", "pi0.5", "openvla-7b", "openvla-7b-oft")
+"""Policies, which other tests count."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b", "pi0", "pi0.5")],
+    [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in (*NOT_COUNTED, "llava-1.1b", "llava-1.5-13b")],
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]
@@ -129,6 +133,26 @@ def test_parameters_of_a_policy_are_those_of_transformers() -> None:
     assert facts is not None
     assert (facts.chunk, facts.state_dim, facts.action_dim, facts.steps) == (50, 32, 32, 10)
     assert (family.tokens_of({}), family.language_model.num_layers) == (256, 18)
+
+
+def test_parameters_of_openvla_are_those_of_its_files() -> None:
+    """The shards of openvla-7b have 15082600824 bytes in bfloat16, with their headers."""
+    unused = {"model": 2 * 1024 + 2 * 1152}
+    for width, inner in ((1024, 4096), (1152, 4304)):
+        unused[f"last block {width}"] = (
+            4 * width**2 + 2 * width * inner + 3 * width + width + inner + width + 4 * width
+        )
+    unused["layer scales"] = 2 * 1024
+    unused["attention pooling"] = 4 * 1152**2 + 4 * 1152 + 1152 + 2 * 1152 + 2 * 1152 * 4304 + 4304 + 1152
+    count = parameters_of(read_family("openvla", PRESETS["openvla-7b"])) + sum(unused.values())
+    assert 0 < 15082600824 - 2 * count < 500_000
+    # The heads of OpenVLA-OFT have 302242674 bytes in bfloat16 and 67275256 in float32.
+    with_head = read_family("oft", PRESETS["openvla-7b-oft"])
+    lm = with_head.language_model
+    extra = parameters_of(with_head) - parameters_of(read_family("openvla", PRESETS["openvla-7b"]))
+    extra += lm.vocab_size * lm.hidden_size
+    state = 8 * 4096 + 4096 + 4096**2 + 4096
+    assert 0 < 302242674 - 2 * (extra - state) < 20_000 and 0 < 67275256 - 4 * state < 20_000
 
 
 def test_positions_of_qwen3_turn_with_each_axis_in_turn() -> None:
