@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from sinkprune import Policy, PolicyLoop
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import NumericsError, UnusualStateWarning, UsageError
+from sinkprune.contract.manifest import NumberRanges
 from sinkprune.contract.schedule import layer_flops, policy_flops
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.policies.observation import observed
@@ -76,6 +78,10 @@ def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: li
         state = low + place * (high - low)
         found = observed(manifest, list(frames), INSTRUCTION, state).state
         np.testing.assert_allclose(found[0, 0], expected, atol=1e-5)
+    # A joint that never moved in the training.
+    still = replace(manifest, policy=replace(facts, state_range=NumberRanges((*low,), (*low,))))
+    found = observed(still, list(frames), INSTRUCTION, low).state
+    np.testing.assert_array_equal(found[0, 0], -1)
     # What is far outside is noted before it is clipped.
     with pytest.warns(UnusualStateWarning, match="at place 3"):
         oft.act(frames, INSTRUCTION, low + np.eye(8)[2] * 99)

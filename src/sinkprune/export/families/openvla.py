@@ -298,7 +298,10 @@ class OpenVlaOft(OpenVla):
 
     def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
         head = self._action_head
-        own = {"rows": ActionRows(_STOP, head.blocks), "clips_state": True if head.state_dim else None}
+        own: dict[str, Any] = {
+            "rows": ActionRows(_STOP, head.blocks),
+            "clips_state": True if head.state_dim else None,
+        }
         return self._facts(settings, head.chunk, head.state_dim, head.action_dim, **own)
 
     def _ends(self) -> dict[str, WriteGraph]:
