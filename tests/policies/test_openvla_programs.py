@@ -180,6 +180,21 @@ def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) 
     assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
 
 
+@pytest.mark.parametrize(
+    ("options", "most"), [({"precision": "fp16", "dialect": "opset20"}, 0.1), ({"weights": "int4"}, 2.0)]
+)
+def test_every_form_of_weights_acts(
+    options: dict[str, Any], most: float, oft: Policy, bundle: Callable[..., Path], frames: list[Image.Image]
+) -> None:
+    """Rounding moves the chunk of random weights, and turns it into no other."""
+    other = Policy.load(bundle("openvla-oft", budgets=BUDGETS, max_images=2, **options))
+    exact, found = (each.act(frames, INSTRUCTION, oft.facts.usual_state).actions for each in (oft, other))
+    assert (
+        0 < abs(exact - found).mean() < most * abs(exact).mean() / 2
+        and np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.7
+    )
+
+
 def test_observers_see_the_chunk(oft: Policy, frames: list[Image.Image]) -> None:
     class Seen(Observer):
         def acted(self, actions: Any) -> None:

@@ -39,7 +39,7 @@ class OpenVlaShape:
     """What names in `.pt` files begin with."""
 
 
-WIDTHS = (32, 48)
+WIDTHS = (32, 64)
 """Of DINOv2 and SigLIP."""
 HIDDEN, INNER, TOWER_DEPTH, TOWER_HEADS = 64, 96, 4, 4
 

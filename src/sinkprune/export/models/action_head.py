@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama, rms_norm
-from sinkprune.export.models.vit import layer_norm, two_layers
+from sinkprune.export.models.vit import layer_norm
 
 _FLOAT = ir.DataType.FLOAT
 # PyTorch's default.
@@ -53,8 +53,9 @@ def build_action_head(graph: WeightedGraph, llama: Llama, head: ActionHead) -> N
 
 def build_state_projector(graph: WeightedGraph, llama: Llama, head: ActionHead) -> None:
     """Write `state_projector` of docs/policy-graphs.md: the normalised state to a row of the prompt."""
-    d = llama.facts.hidden_size
-    state = graph.op.Cast(graph.input("state", [1, 1, head.state_dim], _FLOAT), to=graph.precision.onnx)
-    layers = [f"proprio_projector.{layer}" for layer in ("fc1", "fc2")]
-    row = two_layers(graph, state, layers, [head.state_dim, d, d], "gelu")
-    graph.output("state_row", row, [1, 1, d])
+    op, d, name = graph.op, llama.facts.hidden_size, "proprio_projector"
+    state = op.Cast(graph.input("state", [1, 1, head.state_dim], _FLOAT), to=graph.precision.onnx)
+    # Floats in every form of weights: a state has fewer numbers than a block.
+    weight = graph.parameter(f"{name}.fc1.weight", [d, head.state_dim], transposed=True)
+    x = op.Gelu(op.Add(op.MatMul(state, weight), graph.parameter(f"{name}.fc1.bias", [d])))
+    graph.output("state_row", graph.linear(x, f"{name}.fc2", d, d, bias=True), [1, 1, d])
