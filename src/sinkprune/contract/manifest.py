@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from sinkprune.contract.budgets import TOWER, UNPRUNED, Budget, Plan, is_tower
-from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width, unknown_name
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
+from sinkprune.contract.model_facts import LanguageModel as LanguageModel
+from sinkprune.contract.model_facts import NumberRanges as NumberRanges
+from sinkprune.contract.model_facts import PolicyFacts as PolicyFacts
 from sinkprune.contract.precision import PrecisionName, WeightForms
 
 Side = Annotated[int, Bounds(1, 1 << 14)]
@@ -225,8 +228,6 @@ ACTION_HEAD = "action_head"
 """The graph from a policy's last rows to a chunk, where no expert denoises it."""
 STATE_PROJECTOR = "state_projector"
 """The graph of the row that has the robot's state in a policy's prompt."""
-PLACEHOLDER_ROW, STATE_ROW, STOP_ROW = -1, -2, -3
-"""Rows of a policy's prompt that are no text, in the place of token ids."""
 
 Dtype = Literal["float32", "float16", "int64", "bool", "uint8"]
 DialectName = Literal["opset24", "opset20"]
@@ -254,188 +255,6 @@ class GraphSpec:
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """Facts of the decoder. Sizes are in elements."""
-
-    hidden_size: Width
-    intermediate_size: Width
-    num_layers: Few
-    num_heads: Few
-    num_kv_heads: Few
-    head_dim: Few
-    vocab_size: Size
-    max_positions: Size
-    rope_theta: Annotated[float, Bounds(1, 1e12)]
-    rope_sections: tuple[Count, ...] = ()
-    """The number of consecutive rotary frequencies for each axis of a position in mRoPE: time, height, width, time
-    again, and so on. Empty if a position is one number."""
-    rope_factor: Annotated[float, Bounds(1, 1e6)] = field(default=1.0, metadata=OPTIONAL)
-    """What positions are divided by: linear scaling of rotary positions."""
-
-
-@dataclass(frozen=True)
-class NumberRanges:
-    """What becomes -1 and 1 in normalised states or actions, for each of their numbers."""
-
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ActionRows:
-    """Rows at the end of the prompt that become actions in one pass of the decoder (OpenVLA-OFT, arXiv 2502.19645).
-
-    The prompt ends with a placeholder for each number of the chunk, which is a row of zeros, and a stop token. Each
-    row predicts the next one's number.
-    """
-
-    stop: Count
-    """The token after the placeholders."""
-    head_blocks: Count
-    """The residual blocks of the action head."""
-
-
-@dataclass(frozen=True)
-class ActionTokens:
-    """Tokens that become an action, one for each number (OpenVLA, arXiv 2406.09246). They are decoded greedily."""
-
-    end: Count
-    """The token after those of the bins. The one before it is the lowest bin."""
-    edges: Few
-    """The edges of the bins, from -1 to 1."""
-    stop: Count
-    """The token that ends an answer. An action with it is an error."""
-
-
-@dataclass(frozen=True)
-class PolicyFacts:
-    """Facts of a robot policy. An action expert reads the decoder's caches (pi0, arXiv 2410.24164), a head reads its
-    last rows, or tokens become actions."""
-
-    expert: LanguageModel | None
-    """The action expert, with the decoder's layers, key-value heads and `head_dim`. None with `rows` or `tokens`."""
-    chunk: Few
-    """The number of actions of a chunk."""
-    state_dim: Annotated[int, Bounds(0, 1 << 14)]
-    """The width of the input for the robot's state: the most numbers that a state has. 0 for a policy without."""
-    action_dim: Few
-    """The width of the expert's or the head's actions."""
-    steps: Few
-    """The usual number of denoising steps; 1 without an expert."""
-    min_period: Annotated[float, Bounds(1e-6, 1e6)] | None
-    """The shortest period of the time embedding; time runs from 1 to 0. None without an expert."""
-    max_period: Annotated[float, Bounds(1e-6, 1e6)] | None
-    state_mean: tuple[float, ...]
-    """The mean of each number of the state in the training data; empty if the checkpoint has none. Then states are
-    not normalised."""
-    state_std: tuple[float, ...]
-    action_mean: tuple[float, ...]
-    """The mean of each number of an action, likewise."""
-    action_std: tuple[float, ...]
-    state_range: NumberRanges | None = field(default=None, metadata=OPTIONAL)
-    """The ranges of states that are normalised by ranges and not by `state_mean`, which is then empty."""
-    action_range: NumberRanges | None = field(default=None, metadata=OPTIONAL)
-    """The ranges of actions, likewise."""
-    state_numbers: Few | None = field(default=None, metadata=OPTIONAL)
-    """How many numbers a state without statistics has; None: `state_dim`."""
-    action_numbers: Few | None = field(default=None, metadata=OPTIONAL)
-    """How many numbers an action without statistics has; None: `action_dim`."""
-    cameras: tuple[Annotated[str, Bounds(1, 200)], ...] | None = field(default=None, metadata=OPTIONAL)
-    """The names of the cameras, in their order; None if the checkpoint has no names."""
-    most_prompt_tokens: Few | None = field(default=None, metadata=OPTIONAL)
-    """The most text tokens of a prompt in the training; None if the checkpoint does not have this number."""
-    state_in_prompt: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether the state is text of the prompt (pi0.5, arXiv 2504.16054) and no input of the expert."""
-    relative_actions: tuple[bool, ...] | None = field(default=None, metadata=OPTIONAL)
-    """Which numbers of an action the expert gives relative to the state's number at the same place (LeRobot's
-    `relative_actions_processor`); None for none. Statistics of actions are of these differences."""
-    most_held: Few | None = field(default=None, metadata=OPTIONAL)
-    """The most actions at the start of a chunk that were held in the training (LeRobot's `rtc_training_max_delay`,
-    arXiv 2512.05964). Their time is 0 in each step. None if the training held none."""
-    rows: ActionRows | None = field(default=None, metadata=OPTIONAL)
-    """The rows that become actions, if any."""
-    tokens: ActionTokens | None = field(default=None, metadata=OPTIONAL)
-    """The tokens that become actions, if any."""
-    prompt_end: Count | None = field(default=None, metadata=OPTIONAL)
-    """The token at the end of every prompt's text, which is added to texts without; None for none."""
-    clips_state: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether normalised states are clipped to -1 to 1."""
-
-    @property
-    def own_rows(self) -> int:
-        """The rows of a prompt that are no text."""
-        return 0 if self.rows is None else self.chunk * self.action_dim + 1 + (self.state_dim > 0)
-
-    def completed(self, ids: Sequence[int]) -> list[int]:
-        """Return the rows after a prompt's pictures, whose text has the token `ids`, with those that are no text."""
-        text = [*ids]
-        if self.prompt_end is not None and text[-1:] != [self.prompt_end]:
-            text.append(self.prompt_end)
-        if self.rows is None:
-            return text
-        state = [STATE_ROW] if self.state_dim else []
-        return [*state, *text, *[PLACEHOLDER_ROW] * (self.chunk * self.action_dim), STOP_ROW]
-
-    @property
-    def new_tokens(self) -> int:
-        """The tokens that are decoded for a chunk."""
-        return self.action_dim if self.tokens else 0
-
-    @property
-    def denoiser(self) -> LanguageModel:
-        """The action expert; raises `ValueError` for a policy without one."""
-        if self.expert is None:
-            raise ValueError("the policy has no action expert")
-        return self.expert
-
-    @property
-    def expert_rows(self) -> int:
-        """The rows of the expert: the actions of a chunk, and the state where the expert takes it."""
-        return self.chunk + (0 if self.state_in_prompt else 1)
-
-    @property
-    def normalised(self) -> tuple[str, ...]:
-        """Which of "states" and "actions" have no statistics, so that they stay normalised."""
-        without = {
-            "states": self.state_dim and not (self.state_mean or self.state_range),
-            "actions": not (self.action_mean or self.action_range),
-        }
-        return tuple(name for name, lacks in without.items() if lacks)
-
-    @property
-    def units_note(self) -> str | None:
-        """A sentence about what stays normalised; None if all numbers are in the robot's units."""
-        if not self.normalised:
-            return None
-        what = " and ".join(self.normalised)
-        return (
-            f"the checkpoint has no statistics of {what}, so {what} are normalised numbers and not in the robot's "
-            "units. Do not send them to a robot."
-        )
-
-    @property
-    def in_robots_units(self) -> bool:
-        """Whether states and actions are in the robot's units: the bundle has the statistics of both."""
-        return not self.normalised
-
-    @property
-    def action_width(self) -> int:
-        """The numbers of an action that `Policy.act` returns."""
-        if self.action_range:
-            return len(self.action_range.low)
-        return len(self.action_mean) or self.action_numbers or self.action_dim
-
-    @property
-    def usual_state(self) -> tuple[float, ...]:
-        """A state in the middle of the training data, in the robot's units; its length is that of every state."""
-        if self.state_range:
-            return tuple(
-                (low + high) / 2 for low, high in zip(self.state_range.low, self.state_range.high, strict=True)
-            )
-        return self.state_mean or (0.0,) * (self.state_numbers or self.state_dim)
 
 
 @dataclass(frozen=True)

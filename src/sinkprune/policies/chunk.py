@@ -1,4 +1,4 @@
-"""One chunk of actions, step by step: tower, budget, prefix, denoising."""
+"""One chunk of actions, step by step: tower, budget, prefix, and what makes actions of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.manifest import (
-    MODULATION,
+from sinkprune.contract.manifest import MODULATION, STATE_PROJECTOR
+from sinkprune.contract.model_facts import (
     PLACEHOLDER_ROW,
-    STATE_PROJECTOR,
     STATE_ROW,
     STOP_ROW,
     ActionRows,
