@@ -24,7 +24,7 @@ BUDGETS = (
     "prune-77.8",
     "prune-80+no-sanitizer",
     "prune-88.9+serial+raster+visual-keys",
-    "prune-77.8+drop-sink",
+    "prune-77.8+drop-sink+action-rows",
 )
 ENDS = ("q01", "q99")
 
@@ -41,7 +41,8 @@ def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
 
     @cache
     def get(name: str, cameras: int = 2, dialect: str = "opset24") -> Policy:
-        return Policy.load(bundle(name, budgets=BUDGETS, max_images=cameras, dialect=dialect))
+        budgets = BUDGETS if "oft" in name else BUDGETS[:-1]
+        return Policy.load(bundle(name, budgets=budgets, max_images=cameras, dialect=dialect))
 
     return get
 

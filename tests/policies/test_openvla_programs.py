@@ -65,6 +65,14 @@ def test_a_loop_cannot_continue_a_chunk_by_denoising(oft: Policy) -> None:
         PolicyLoop(oft, lambda: None, lambda action: None, "go", rate_hz=5, join="inpaint")  # type: ignore[arg-type,return-value]
 
 
+def test_rows_of_actions_are_those_of_openvla_oft(source: Callable[[str], Path], tmp_path: Path) -> None:
+    made = run(
+        *("sinkprune-export", "openvla-7b", "--random-weights", "-o", tmp_path / "x"),
+        *("--budgets", "prune-80+action-rows"),
+    )
+    assert_refused(made, "option 'action-rows' is for policies whose rows become actions")
+
+
 def test_a_chunk_repeats_with_any_seed(oft: Policy, frames: list[Image.Image]) -> None:
     chunks = [oft.act(frames, INSTRUCTION, oft.facts.usual_state, seed=seed).actions for seed in (None, 1, 2)]
     assert (chunks[0] == chunks[1]).all() and (chunks[0] == chunks[2]).all()

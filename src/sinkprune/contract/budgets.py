@@ -92,6 +92,9 @@ class Budget:
     tower: Literal["merging"] | None = field(default=None, metadata=OPTIONAL)
     """Whether the vision tower merges similar tokens, of which the graphs then keep as many as of all tokens."""
 
+    queries: Literal["actions"] | None = field(default=None, metadata=OPTIONAL)
+    """Whether stages read the attention of the rows that become actions, and not of the text."""
+
     def resolve(self, tokens: int, groups: int = 1) -> Counts:
         """Return the counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
         # Stages take shares of the whole image, not of the tokens that the sanitizer keeps.
@@ -144,6 +147,7 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
     "tower": lambda budget: replace(budget, tower="merging"),
+    "action-rows": lambda budget: replace(budget, queries="actions"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
 adds those with a number or a name."""
@@ -323,6 +327,8 @@ class Plan:
     """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
     tower: str | None = field(default=None, metadata=OPTIONAL)
     """The tower that runs in the place of `vision`, and merges tokens, of which `counts` are; None for `vision`."""
+    queries: Literal["actions"] | None = field(default=None, metadata=OPTIONAL)
+    """Whether stages read the attention of the rows that become actions, and not of the text."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
         """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.

@@ -170,6 +170,7 @@ class _Export:
             joined=family.groups_are_frames and groups > 1,
             deepstack=family.deepstack,
             causal=family.causal,
+            action_rows=source.policy is not None and source.policy.rows is not None,
             heads=request.heads.of(family.language_model) if request.heads else {},
             merged=sum(merges_of(tower).values()) if family.merging_tower and isinstance(tower, SquareTower) else 0,
         )

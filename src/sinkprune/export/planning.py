@@ -71,6 +71,11 @@ def plan_graphs(
 
 
 def _after_tower(facts: PlanFacts, name: str, budget: Budget) -> Budget:
+    if budget.queries and not facts.action_rows:
+        raise BudgetError(
+            f"budget '{name}': option 'action-rows' is for policies whose rows become actions (OpenVLA-OFT), and "
+            "this model is none. Leave the option out."
+        )
     try:
         return facts.shares_after_tower(budget)
     except BudgetError as error:
@@ -106,4 +111,5 @@ def save_plan(
     counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
     shares = None if counts else built.kept
     heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None
-    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads, tower), graphs
+    own = built.kept
+    return Plan(sanitizer, selects, own.positions, counts, shares, heads, tower, own.queries), graphs

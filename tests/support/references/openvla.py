@@ -37,6 +37,8 @@ class Rows:
     """The visual rows of each camera."""
     text: list[int]
     """The rows of the prompt's text after the pictures."""
+    actions: list[int]
+    """The rows that become actions."""
     sources: list[list[int]]
     """The tokens of the visual rows, by camera."""
 
@@ -197,7 +199,8 @@ class OpenVlaReference:
             tail += [*[torch.zeros(table.shape[1])] * placeholders, table[STOP]]
         first = 1 + len(towers) * count
         positions += [*range(first, first + len(tail))]
-        return Rows(torch.stack([*rows, *tail]), positions, cameras, text, sources)
+        actions = [text[-1] + place for place in range(placeholders)]
+        return Rows(torch.stack([*rows, *tail]), positions, cameras, text, actions, sources)
 
     def rms_norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         # transformers' default, because the configuration names none.
@@ -246,7 +249,7 @@ class OpenVlaReference:
                 query[:, alive].numpy(),
                 key[:, alive].numpy(),
                 visual,
-                [place[row] for row in rows.text],
+                [place[row] for row in (rows.actions if options.queries else rows.text)],
                 visual_keys=options.scores_over == "visual_keys",
                 causal=not self.has_head,
             )

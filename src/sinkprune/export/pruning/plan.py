@@ -67,6 +67,8 @@ class PlanFacts:
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """The heads by layer (0-based) that were chosen for stages to read; empty if none were."""
 
+    action_rows: bool = False
+    """Whether rows of the prompt become actions."""
     merged: int = 0
     """The tokens of each group that a merging tower takes away; 0 for one that cannot merge, and after merging."""
 

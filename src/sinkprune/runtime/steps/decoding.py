@@ -153,7 +153,8 @@ class _Selects:
         self._chain, self._clock, self._picture = chain, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
         cos, sin = chain.rotary.tables(rows.positions.rows)
-        indices = {"visual_index": rows.visual.astype(np.int64), "text_index": rows.text.astype(np.int64)}
+        querying = rows.actions if plan and plan.queries == "actions" else rows.text
+        indices = {"visual_index": rows.visual.astype(np.int64), "text_index": querying.astype(np.int64)}
         on_host = {"cos": cos, "sin": sin, **indices}
         self._state = {"hidden": rows.hidden} | {name: chain.backend.tensor(own) for name, own in on_host.items()}
 

@@ -16,6 +16,7 @@ from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.model_facts import PLACEHOLDER_ROW
 from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor
@@ -133,6 +134,8 @@ class PromptRows:
     """[V] int64: the place of each visual row among its picture's rows."""
     text: Array
     """[L] int64: the text rows after the last picture, without a policy's rows that are no text."""
+    actions: Array
+    """[A] int64: the rows that become actions, each before its placeholder; only in some policies."""
     positions: Positions
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
@@ -175,7 +178,7 @@ def lay_out(
             order.append(np.where(rows < 0, line_end, shown[number].first + rows))
             visual.append(np.arange(place, place + len(rows)))
             place += len(rows)
-    whole = np.concatenate(order)
+    whole, last = np.concatenate(order), place - len(texts[-1])
     deepstack_inputs = {
         name: backend.join([backend.tensor(zeros), *(one.deepstack for one in encoded)], whole)
         for name, zeros in embedding.deepstack_zeros(len(table)).items()
@@ -185,7 +188,8 @@ def lay_out(
         visual=np.concatenate(visual),
         picture=np.concatenate([no_rows, *(np.full(len(part.rows), part.picture) for part in shown)]),
         source=np.concatenate([no_rows, *(part.rows for part in shown)]),
-        text=place - len(texts[-1]) + np.flatnonzero(np.array(texts[-1]) >= 0),
+        text=last + np.flatnonzero(np.array(texts[-1]) >= 0),
+        actions=last + np.flatnonzero(np.array(texts[-1]) == PLACEHOLDER_ROW) - 1,
         positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
         deepstack_inputs=deepstack_inputs,
     )
