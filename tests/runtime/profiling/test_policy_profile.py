@@ -157,7 +157,7 @@ def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
     assert_refused(run("sinkprune-profile", other, *cameras, *GO), "--camera and --state are for robot policies")
     said = "--camera is for robot policies", "Leave it out, and give --image."
     assert_refused(run("sinkprune-profile", other, *cameras, "--prompt", "go"), *said)
-    assert_refused(run("sinkprune-profile", own, *cameras, "--instruction", "go"), "Add --state")
+    assert_refused(run("sinkprune-profile", own, *cameras, *cameras, "--instruction", "go"), "no state was given")
     assert_refused(
         run("sinkprune-profile", other, *asked, "--steps", "3"), "--steps is for robot policies", "Leave it out.\n"
     )
