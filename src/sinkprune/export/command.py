@@ -104,6 +104,11 @@ def main(arguments: Sequence[str] | None) -> None:
     policy = manifest.policy
     if policy and policy.units_note and not manifest.checkpoint.random_weights:
         sys.stderr.write(f"warning: {policy.units_note}\n")
+    if policy and policy.rows and not options.random_weights and None in (options.chunk, options.bounds):
+        sys.stderr.write(
+            f"assumed: chunks of {policy.chunk} actions, with statistics as those of the robot with as many numbers "
+            "(LIBERO, BRIDGE or ALOHA). If the training had others, give --chunk and --bounds.\n"
+        )
     size = sum(spec.size for spec in manifest.files.values())
     budgets = ", ".join(["none", *manifest.budgets])
     shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

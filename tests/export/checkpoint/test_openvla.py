@@ -154,6 +154,14 @@ def test_options_of_other_checkpoints_are_rejected(checkpoint: Callable[[str], P
     assert_refused(run(*random), "random weights have no statistics")
 
 
+def test_the_export_says_what_it_assumes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    command = ("sinkprune-export", checkpoint("openvla-oft-bridge"), "--budgets", "prune-80", "-o", tmp_path / "x")
+    assumed = run(*command)
+    assert (assumed.code, "assumed: chunks of 5 actions" in assumed.stderr) == (0, True)
+    told = run(*command, "--force", "--chunk", 5, "--bounds", "q01-q99")
+    assert (told.code, "assumed" in told.stderr) == (0, False)
+
+
 def test_openvla_takes_one_picture(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match=r"--max-images is 2, and .* has 1 camera: full_image"):
         opened(checkpoint("openvla"), max_images=2)
