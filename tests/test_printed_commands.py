@@ -30,6 +30,7 @@ CHECKPOINTS = {
     "./my-checkpoint": "gqa-112",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
     "lerobot/pi0_base": "pi0",
+    "moojink/openvla-7b-oft-finetuned-libero-spatial": "openvla-oft",
 }
 """The small checkpoint in place of a published one."""
 BUNDLES = (
@@ -42,11 +43,13 @@ BUNDLES = (
     "engines-jetson",
     "qwen-7b",
     "policy",
+    "oft",
 )
 """The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-7b": ("qwen", {"budgets": ("prune-80",), "max_frames": 8}),
     "policy": ("pi0", {"budgets": ("prune-80",)}),
+    "oft": ("openvla-oft", {"budgets": ("prune-80",)}),
 }
 """The small checkpoint of a bundle, and its options, where they are others than usual."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
