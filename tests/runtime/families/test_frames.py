@@ -357,9 +357,7 @@ def test_pictures_that_the_host_prepares_join_frames(backend: Host) -> None:
 
 def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:
     opened = read_bundle(bundle("gqa-112", budgets=("retain-64",)))
-    form = load_family(opened.manifest).frame_form()
-    assert form is not None
-    build_fake_engines(opened, tmp_path / "engines", form=form)
+    build_fake_engines(opened, tmp_path / "engines")
     rig, host = Rig(opened, tmp_path / "engines"), Pipeline.load(opened)
     options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
     pixels, large = photo_of((90, 60)), photo_of((2300, 20))

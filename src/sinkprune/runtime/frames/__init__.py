@@ -65,7 +65,7 @@ class FrameGraph:
 
     def __init__(self, backend: Backend, form: FrameForm) -> None:
         self._backend, self._form = backend, form
-        self._engine = lru_cache(lambda name: backend.load_frames(name, form.graphs[name]))
+        self._engine = lru_cache(lambda name: backend.load_small(name, form.graphs[name]))
         with backend.turn:
             # Pillow seldom begins with rows.
             self._engine(COLUMNS_FIRST)

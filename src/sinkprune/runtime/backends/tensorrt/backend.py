@@ -23,6 +23,7 @@ from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnx_writer import GraphWriter
+from sinkprune.runtime.backends.small_graphs import graphs_of
 from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Device, open_device
@@ -106,6 +107,9 @@ class TensorRTBackend(DeviceMemory, Backend):
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
         self.resumes = built.bundle.manifest.cache == "in-place"
         self.prepares_frames = int("frames" in built.engines.manifest.engines)
+        self._small = {
+            graph: self.load_small(graph, writer) for graph, writer in graphs_of(built.bundle.manifest).items()
+        }
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
@@ -132,9 +136,12 @@ class TensorRTBackend(DeviceMemory, Backend):
         spec = self._built.engines.manifest.engines[model.graph]
         return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
 
-    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+    def small(self, name: str, *kind: Any) -> Engine:
+        return self._small[name]
+
+    def load_small(self, name: str, graph: GraphWriter) -> Engine:
         engines = self._built.engines
-        file = engines.manifest.engines[name].file
+        file = self._built.own(name).file
         return self._load(Model(name, graph.spec(file), file, engines.files, 0, built=True), {})
 
     def frame_ranges(self, name: str) -> Mapping[str, Range]:
