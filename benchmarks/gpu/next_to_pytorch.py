@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(f"{name}: {each['launched']} kernels and copies, {each['device_ms']:.2f} ms of the device\n")
     if options.json:
         captured = to_json(loaded.backend.captured())
-        report = {"device": device, "ms": found, "device_work": work, "captured": captured}
+        report = {"device": device, "text_tokens": prompt, "ms": found, "device_work": work, "captured": captured}
         write_whole(options.json, json.dumps(report).encode())
 
 
