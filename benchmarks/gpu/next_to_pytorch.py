@@ -154,7 +154,7 @@ def pytorch_chunks(
 
     def act(step: Any, seed: int) -> Times:
         model.forward = step
-        frames = [picture(seed * CAMERAS + camera, 224) for camera in range(CAMERAS)]
+        frames = [picture(seed * CAMERAS + camera, vision.image_size) for camera in range(CAMERAS)]
         rng = torch.Generator(device).manual_seed(seed)
         clock.begin()
         pixels = (
