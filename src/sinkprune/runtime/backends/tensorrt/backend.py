@@ -7,6 +7,7 @@ run on a GPU yet; tested with fakes of the library and the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -107,9 +108,11 @@ class TensorRTBackend(DeviceMemory, Backend):
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
         self.resumes = built.bundle.manifest.cache == "in-place"
         self.prepares_frames = int("frames" in built.engines.manifest.engines)
-        self._small = {
-            graph: self.load_small(graph, writer) for graph, writer in graphs_of(built.bundle.manifest).items()
-        }
+        own = graphs_of(built.bundle.manifest)
+        for graph in own:
+            built.own(graph)
+        # At their first use, because sums are compared after this.
+        self._small = cache(lambda graph: self.load_small(graph, own[graph]))
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
@@ -137,7 +140,7 @@ class TensorRTBackend(DeviceMemory, Backend):
         return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
 
     def small(self, name: str, *kind: Any) -> Engine:
-        return self._small[name]
+        return self._small(name)
 
     def load_small(self, name: str, graph: GraphWriter) -> Engine:
         engines = self._built.engines
