@@ -150,7 +150,8 @@ def pytorch_chunks(
     model.model.vlm.vision_tower.register_forward_hook(tower.end)
     model.model.vlm.register_forward_hook(prefix.end)
     eager = model.forward
-    compiled = torch.compile(eager)
+    # On a processor only the tracing is tried: compiling takes minutes.
+    compiled = torch.compile(eager, backend="eager" if device == "cpu" else "inductor")
 
     def act(step: Any, seed: int) -> Times:
         model.forward = step
