@@ -11,7 +11,7 @@ A family is a `FamilyRow`. It names two classes, which are imported with the fam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -222,13 +222,20 @@ class FamilyRow:
     """The class that lays out its pictures: a `sinkprune.runtime.families.Family`."""
     budgets: Mapping[str, Budget]
     """The family's budgets by name (method.md section 3)."""
+    also: Sequence[str] = ()
+    """Other values of `model_type` and `architectures` for the same configuration."""
 
 
 def _family(
-    model_type: str, architecture: str, export: str, runtime: str, budgets: Mapping[str, Budget]
+    model_type: str,
+    architecture: str,
+    export: str,
+    runtime: str,
+    budgets: Mapping[str, Budget],
+    also: Sequence[str] = (),
 ) -> FamilyRow:
     modules = f"sinkprune.export.families.{export}", f"sinkprune.runtime.families.{runtime}"
-    return FamilyRow(model_type, architecture, *modules, budgets)
+    return FamilyRow(model_type, architecture, *modules, budgets, also)
 
 
 LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", LLAVA_BUDGETS)
@@ -243,7 +250,15 @@ QWEN2_5_VL = _family(
     "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
 )
 QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
-QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", QWEN_BUDGETS)
+QWEN3_VL = _family(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    "qwen3_vl:Qwen3VL",
+    "qwen:Qwen3VL",
+    QWEN_BUDGETS,
+    # The part of Cosmos3 that answers.
+    also=("cosmos3_omni", "cosmos3", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
+)
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
 

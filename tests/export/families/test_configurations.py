@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS, SAME_SHAPES
 from sinkprune.export.families import read_family
 from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.runtime.families import Rotary
@@ -58,6 +58,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "vision.deepstack_blocks": (5, 11, 17),
         "vision.salience_block": 22,
     },
+    "cosmos3-nano": {"name": "qwen3-vl", "vision.deepstack_blocks": (8, 16, 24), "vision.patch_size": 16},
 }
 COUNTED = {"qwen3-vl-2b": 2_127_532_032, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-8b": 8_767_123_696}
 """Parameters of published checkpoints, as the hub counts them."""
@@ -93,7 +94,11 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b", "pi0", "pi0.5")],
+    [
+        name
+        for name in (*PRESETS, "qwen2.5-vl-72b")
+        if name not in ("llava-1.1b", "llava-1.5-13b", "pi0", "pi0.5", *SAME_SHAPES)
+    ],
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]

@@ -185,6 +185,17 @@ _QWEN3: dict[str, Any] = {
     "vision_end_token_id": 151653,
     "vision_start_token_id": 151652,
 }
+_LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+_TOWER = {"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+_COSMOS3: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Cosmos3ForConditionalGeneration"],
+    "model_type": "cosmos3_omni",
+    "tie_word_embeddings": False,
+    "text_config": {**_QWEN3["text_config"], **_LARGE, "tie_word_embeddings": False},
+    "vision_config": {**_TOWER, "out_hidden_size": 4096},
+    "model": {},
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": _LLAVA,
     "llava-next-7b": _LLAVA_NEXT,
@@ -193,6 +204,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2.5-vl-7b": _QWEN25,
     "qwen2.5-vl-72b": _QWEN25_72B,
     "qwen3-vl-2b": _QWEN3,
+    "cosmos3-nano": _COSMOS3,
 }
 """Parsed config.json, by the name of its preset where there is one."""
 

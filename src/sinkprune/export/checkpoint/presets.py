@@ -197,6 +197,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pi0": _pi0(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
+SAME_SHAPES = {
+    "cosmos-reason1-7b": "qwen2.5-vl-7b",
+    "cosmos-reason2-2b": "qwen3-vl-2b",
+    "cosmos-reason2-8b": "qwen3-vl-8b",
+    "cosmos3-nano": "qwen3-vl-8b",
+}
+"""Checkpoints of NVIDIA, by the preset whose shapes they have."""
+PRESETS |= {name: PRESETS[same] for name, same in SAME_SHAPES.items()}
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
 
 
