@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.budgets import MERGING_TOWER, TOWER
+from sinkprune.contract.budgets import OTHER_TOWERS, TOWER
 from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -209,7 +209,7 @@ def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, buil
     return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
 
 
-OF_OPENVINO = (TOWER, MERGING_TOWER)
+OF_OPENVINO = (TOWER, *OTHER_TOWERS.values())
 """The graphs of engines for both libraries that run on OpenVINO."""
 
 
