@@ -98,6 +98,16 @@ def test_each_camera_keeps_the_positions_off_its_bars(
         assert report.flops == plain.flops
 
 
+def test_openvino_gives_the_same_tokens(policy: Policy, photo: Image.Image) -> None:
+    other = Policy.load(policy.bundle, backend="openvino")
+    cameras = [photo.resize((96, 72)), photo.resize((54, 96))]
+    for found, expected in zip(
+        *(acted(one, cameras, "prune-80+bars").images for one in (other, policy)), strict=True
+    ):
+        np.testing.assert_array_equal(found.index, expected.index)
+        np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "budget", "words"),
     [
