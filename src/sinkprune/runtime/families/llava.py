@@ -239,7 +239,7 @@ class SquarePictures(Family):
 
     def tables(self, picture: Picture) -> dict[str, Array]:
         """Return `places` [1,N]: the patches off the bars, for the tower that leaves out the others."""
-        return {"places": _off_bars(self._layout(picture.size))[None]} if self._barless else {}
+        return {"places": _off_bars(self._layout(self._checked(picture).size))[None]} if self._barless else {}
 
     def frame_form(self) -> FrameForm | None:
         return self._square_form(views=1)
