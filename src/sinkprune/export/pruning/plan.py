@@ -39,10 +39,10 @@ class VariableTokens:
     """The pixels of the resized image in a token."""
     in_all: int
     """No image or clip has more in all its groups."""
-    nominal: int = _NOMINAL
-    """Counts of so many tokens are shares of any image's."""
     tower_flops: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns the vision tower's FLOPs on an image of so many tokens; None where no method needs them."""
+    nominal: int = _NOMINAL
+    """Counts of so many tokens are shares of any image's."""
 
 
 @dataclass(frozen=True)
