@@ -89,8 +89,9 @@ class Budget:
     """Whether survivors of a stage keep their position ids or are renumbered."""
     frames: Literal["together", "apart"] = "together"
     """Whether the frames of a clip form one group or one group each."""
-    tower: Literal["merging"] | None = field(default=None, metadata=OPTIONAL)
-    """Whether the vision tower merges similar tokens, of which the graphs then keep as many as of all tokens."""
+    tower: Literal["merging", "bars"] | None = field(default=None, metadata=OPTIONAL)
+    """`merging` for a vision tower that merges similar tokens: the graphs keep as many as of all tokens. `bars` for
+    one without the tokens on a picture's bars: the graphs keep the shares of the others."""
 
     def resolve(self, tokens: int, groups: int = 1) -> Counts:
         """Return the counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
@@ -143,7 +144,8 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
-    "tower": lambda budget: replace(budget, tower="merging"),
+    "tower": lambda budget: _with_tower(budget, "merging"),
+    "bars": lambda budget: _with_tower(budget, "bars"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
 adds those with a number or a name."""
@@ -170,6 +172,12 @@ def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budg
             + f" rho-N: N per mille, from 1 to 999. from-BUDGET: the sanitizer of {', '.join(others)}."
         )
     return replace(budget, outlier_per_mille=int(found[1]))
+
+
+def _with_tower(budget: Budget, tower: Literal["merging", "bars"]) -> Budget:
+    if budget.tower not in (None, tower):
+        raise BudgetError("options 'tower' and 'bars' are for a tower each. Leave one of them out.")
+    return replace(budget, tower=tower)
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:
@@ -293,11 +301,15 @@ TOWER = "vision"
 """The graph of the vision tower."""
 MERGING_TOWER = "vision+tower"
 """The vision tower that merges similar tokens, with the weights of `vision`."""
+BARLESS_TOWER = "vision+bars"
+"""The vision tower that leaves out the tokens on a picture's bars, with the weights of `vision`."""
+OTHER_TOWERS = {"merging": MERGING_TOWER, "bars": BARLESS_TOWER}
+"""The towers of budgets with one of their own, by `Budget.tower`."""
 
 
 def is_tower(graph: str) -> bool:
     """Return whether a graph is a vision tower."""
-    return graph in (TOWER, MERGING_TOWER)
+    return graph in (TOWER, *OTHER_TOWERS.values())
 
 
 AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
@@ -321,12 +333,12 @@ class Plan:
     counts: Counts | None
     """The token counts of one group; None if images differ in their number of visual tokens."""
     shares: Budget | None
-    """The shares that the graphs keep, if images differ in their number of visual tokens. They are the budget's own,
-    or those by which another method meets the budget's mean. None if there are `counts`."""
+    """The shares that the graphs keep, if images differ in the tokens that the plan's tower gives. They are the
+    budget's own, or those by which another method meets the budget's mean. None if there are `counts`."""
     heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
     """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
     tower: str | None = field(default=None, metadata=OPTIONAL)
-    """The tower that runs in the place of `vision`, and merges tokens, of which `counts` are; None for `vision`."""
+    """The tower that runs in the place of `vision`, whose tokens `counts` or `shares` are of; None for `vision`."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
         """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import TOWER, UNPRUNED, Budget, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, UNPRUNED, Budget, Plan, is_tower
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
@@ -449,7 +449,7 @@ class Manifest:
 
     def tokens_of(self, plan: Plan) -> int:
         """Return the number of tokens of a group that the tower of a `plan` gives, at most."""
-        if plan.tower is None:
+        if plan.tower in (None, BARLESS_TOWER):
             return self.most_visual_tokens
         sizes = (size for one in self.graphs[plan.tower].outputs if one.name == "norms" for size in one.shape[1:])
         return next((size for size in sizes if isinstance(size, int)), 0)

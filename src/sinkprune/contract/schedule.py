@@ -182,7 +182,7 @@ def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Seque
     if own.plan is not None and own.plan.tower is not None:
         raise BudgetError(
             f"deadlines choose a budget after the vision tower, and '{budget}' has a tower of its own (option "
-            "'tower'). Give a budget without that option, or no deadline."
+            f"'{own.plan.tower.removeprefix('vision+')}'). Give a budget without that option, or no deadline."
         )
     most, plans = own.size(layers), manifest.plans[method]
     names = [UNPRUNED, *(name for name, plan in plans.items() if plan.tower is None)]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import Share
+from sinkprune.contract.budgets import BARLESS_TOWER, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import LeRobotResize
@@ -26,7 +26,7 @@ from sinkprune.runtime.families import FITS, Fit, load_family
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
 from sinkprune.runtime.families.llava_next import LlavaNextProcessor
 from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
-from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs
+from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs, joined
 from sinkprune.runtime.frames.graphs import bilinear_form, square_form
 from sinkprune.runtime.media.frame import Frame
 from sinkprune.serving.sessions import Session
@@ -353,6 +353,18 @@ def test_pictures_that_the_host_prepares_join_frames(backend: Host) -> None:
     found = FrameInputs(graph, (*planned.parts, on_host)).prepared(backend)["pixel_values"]
     expected = np.stack([processor(Image.fromarray(pixels)) for pixels in (first, second)])
     np.testing.assert_array_equal(backend.numpy(found), expected)
+
+
+def test_each_frame_brings_its_places(backend: Host, bundle: Callable[..., Path]) -> None:
+    family = load_family(read_bundle(bundle("pi0")).manifest).for_tower(BARLESS_TOWER)
+    form, frames = family.frame_form(), [Frame.of_array(photo_of((60, 45), seed)) for seed in range(2)]
+    assert form is not None
+    graph, plans = FrameGraph(backend, form), family.frame_plans((60, 45))
+    inputs = [graph.planned(frame, plans, family.tables(frame)) for frame in frames]
+    together = joined([one for one in inputs if one is not None]).prepared(backend)
+    alone = [one.prepared(backend) for one in inputs if one is not None]
+    for key in ("pixel_values", "places"):
+        np.testing.assert_array_equal(together[key], np.concatenate([one[key] for one in alone]), strict=True)
 
 
 def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:

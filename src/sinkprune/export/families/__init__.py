@@ -7,6 +7,7 @@ add a family.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 from sinkprune.contract.budgets import FAMILIES
@@ -66,8 +67,8 @@ class Family(Protocol):
     video_fields: type | None = None
     """The TypedDict of the fields read from video_preprocessor_config.json."""
 
-    merging_tower: WriteGraph | None = None
-    """Writes the tower that merges similar tokens, with the weights of `vision`; None if the tower cannot."""
+    other_towers: Mapping[str, WriteGraph] = MappingProxyType({})
+    """Write the tower's other forms, with the weights of `vision`, by graph: `OTHER_TOWERS` as far as it has them."""
 
     @property
     def special_tokens(self) -> SpecialTokens:

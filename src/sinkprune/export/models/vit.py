@@ -14,28 +14,36 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER
 from sinkprune.contract.manifest import SiglipTower, SquareTower, ViTTower
 from sinkprune.contract.schedule import merges_of
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.merging import Merging
+from sinkprune.export.pruning.functions import gathered
 
 _FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
 Merges = Mapping[int, int]
 """How many tokens each block of a tower merges (0-based)."""
 NO_MERGES: Merges = MappingProxyType({})
 
 
-def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES) -> None:
-    """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience."""
+def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES, *, bars: bool = False) -> None:
+    """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
+
+    With `bars`, only the patches of the input `places` [G,N] become tokens.
+    """
     op, d, merging = graph.op, vit.hidden_size, Merging(graph, vit.tokens, special=1)
     pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
     x = _embed(graph, vit, pixels)
+    if bars:
+        x = op.Concat(op.Slice(x, [0], [1], [1]), _at_places(graph, op.Slice(x, [1], [vit.tokens + 1], [1])), axis=1)
     query = key = None
     for block in range(vit.num_blocks):
         name, count = f"vision_tower.encoder.layers.{block}", merges.get(block, 0)
         x, query, key = build_block(graph, vit, name, x, merging, count)
-    n = merging.left
-    tokens = op.Slice(x, [1], [n + 1], [1])
+    n: Dim = "N" if bars else merging.left
+    tokens = op.Slice(x, [1], [merging.left + 1], [1])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
@@ -57,10 +65,24 @@ def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
     return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
 
 
-def merging(tower: SquareTower, build: Callable[..., None]) -> Callable[[WeightedGraph], None] | None:
-    """Return what writes the `tower` that `build` writes with merging; None for a tower with too few blocks."""
-    merges = merges_of(tower)
-    return partial(build, merges=merges) if merges else None
+def other_towers(
+    tower: SquareTower, build: Callable[..., None], *, padded: bool
+) -> dict[str, Callable[[WeightedGraph], None]]:
+    """Return what writes the `tower` that `build` writes in its other forms, by graph.
+
+    A tower with too few blocks merges nothing. Only `padded` pictures have bars.
+    """
+    merges, forms = merges_of(tower), dict[str, Callable[[WeightedGraph], None]]()
+    if merges:
+        forms[MERGING_TOWER] = partial(build, merges=merges)
+    if padded:
+        forms[BARLESS_TOWER] = partial(build, bars=True)
+    return forms
+
+
+def _at_places(graph: WeightedGraph, x: ir.Value) -> ir.Value:
+    """Return the patches of `x` [G,patches,D] that the input `places` [G,N] names."""
+    return gathered(graph.op, x, graph.input("places", ["G", "N"], _INT64))
 
 
 def build_block(
@@ -128,27 +150,32 @@ def _cls_salience(
 
 
 def build_siglip(
-    graph: WeightedGraph, tower: SiglipTower, merges: Merges = NO_MERGES, *, normed: bool = True
+    graph: WeightedGraph, tower: SiglipTower, merges: Merges = NO_MERGES, *, bars: bool = False, normed: bool = True
 ) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
 
     Norms are measured before the tower's last norm layer, which erases them. With `normed` tokens are its output.
+    With `bars`, only the patches of the input `places` [G,N] become tokens.
     """
     op, d, merging = graph.op, tower.hidden_size, Merging(graph, tower.tokens, special=0)
     pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])
     x = _embed_siglip(graph, tower, pixels)
+    if bars:
+        x = _at_places(graph, x)
     attending = []
     for block in range(tower.num_blocks):
         name, count = f"vision_tower.encoder.layers.{block}", merges.get(block, 0)
         x, query, key = build_block(graph, tower, name, x, merging, count)
         attending.append((query, key))
-    n, norms = merging.left, op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
+    n: Dim = "N" if bars else merging.left
+    norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
     if normed:
         x = layer_norm(graph, x, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
     graph.output("tokens", x, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
+    patches = op.Cast(op.Shape(x, start=1, end=2), to=_FLOAT) if bars else float(tower.tokens)
     received = _received(graph, tower, *attending[tower.salience_block], merging)
-    graph.output("salience", received, ["G", n], _FLOAT)
+    graph.output("salience", op.Div(received, patches), ["G", n], _FLOAT)
     if merges:
         merging.output()
 
@@ -164,7 +191,7 @@ def _embed_siglip(graph: WeightedGraph, tower: SiglipTower, pixels: ir.Value) ->
 
 
 def _received(graph: WeightedGraph, tower: SiglipTower, query: ir.Value, key: ir.Value, merging: Merging) -> ir.Value:
-    """Return [G,N] fp32: the softmax attention that each patch receives, mean over heads and querying patches."""
+    """Return [G,N] fp32: the softmax attention that each patch receives, mean over heads, sum over patches."""
     op, received = graph.op, None
     # One head at a time, because the matrix of all heads is [G,H,N,N].
     for head in range(tower.num_heads):
@@ -174,4 +201,4 @@ def _received(graph: WeightedGraph, tower: SiglipTower, query: ir.Value, key: ir
         weights = merging.of_every_place(op.Softmax(merging.counted(scores), axis=-1))
         column = op.ReduceSum(weights, [1, 2], keepdims=0)
         received = column if received is None else op.Add(received, column)
-    return op.Div(merging.of_a_place(received), float(tower.num_heads * tower.tokens))
+    return op.Div(merging.of_a_place(received), float(tower.num_heads))

@@ -57,7 +57,7 @@ class PlannedFrame(NamedTuple):
     frame: Frame
     plan: FramePlan
     tables: Mapping[str, Array]
-    """The tower's inputs beside pixels. Only families without such inputs prepare several frames at once."""
+    """The tower's inputs beside pixels."""
 
 
 class FrameGraph:
@@ -100,7 +100,10 @@ class FrameGraph:
         else:
             pixels = self._backend.borrow(frame.pixels)
         name, tensors = self._tensors(plan, frame.bgr)
-        tables = {key: self._backend.tensor(array) for key, array in planned[0].tables.items()}
+        tables = {
+            key: self._backend.tensor(np.concatenate([each.tables[key] for each in planned]))
+            for key in planned[0].tables
+        }
         return {**self._engine(name)({**tensors, "frame": pixels}), **tables}
 
     def _new_tensors(self, plan: FramePlan, bgr: bool) -> tuple[str, dict[str, Tensor]]:
