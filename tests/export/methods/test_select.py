@@ -231,7 +231,7 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
 
 
-@pytest.mark.parametrize("method", [*IN_LLM, *TWO_STAGES])
+@pytest.mark.parametrize("method", [*IN_LLM, "vscan"])
 def test_methods_ask_the_rows_they_should(method: str) -> None:
     """The graph of the plan itself."""
     plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))

@@ -65,7 +65,7 @@ def pipe(root: Path) -> Pipeline:
 
 def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     manifest = read_bundle(root).manifest
-    assert manifest.cut_after == (1, 2, 4, 6)
+    assert manifest.cut_after == (1, 2, 3, 4, 6)
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
     assert (inside["pyramiddrop"], inside["vscan"]) == ((2, 4, 6), (4,))

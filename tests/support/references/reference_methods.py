@@ -251,6 +251,34 @@ def holov(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
+def tops_rows(rows: Array, relevance: Array, k: int) -> list[int]:
+    """The rows of TOPS, ascending: first the most relevant, then by relevance + (coverage + distance) / 2. Each is
+    scaled to 0 to 1 over the rows that are left. Scores within 2**-12 are equal, and cosines above 1 - 2**-18."""
+    similarity = np.minimum(cosines(rows), 1 - 2.0**-18)
+    relevance = relevance.astype(np.float64) / (np.abs(relevance).max(initial=0) or 1.0)
+    free, taken = [*range(len(rows))], list[int]()
+
+    def scaled(values: Array, least: float) -> Array:
+        return (values - values[free].min()) / max(np.ptp(values[free]), least)
+
+    relevant = scaled(relevance, 1e-30)
+    while len(taken) < k:
+        scores = relevant
+        if taken:
+            closest = similarity[:, taken].max(axis=1)
+            gain = np.maximum(similarity - closest, 0).sum(axis=1)
+            scores = relevant + (scaled(gain, 2.0**-10) + scaled(1 - closest, 2.0**-10)) / 2
+        taken.append(next(i for i in free if scores[i] >= scores[free].max() - 2.0**-12))
+        free.remove(taken[-1])
+    return sorted(taken)
+
+
+def tops(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The first step of TOPS, whose relevance is the salience."""
+    index = tops_rows(tokens, salience, k)
+    return tokens[index], index
+
+
 def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
     diverse = (k - 1) // 2
@@ -328,7 +356,7 @@ IN_LLM = {
     "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
 }
 """Methods that drop tokens inside the LLM only."""
-TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
+TWO_STAGES = {"vscan": InLlm((16,), _last_row), "tops": InLlm((12, 24), rows_like_the_image)}
 """Methods that drop tokens before the LLM too."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""
