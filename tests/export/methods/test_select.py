@@ -35,7 +35,7 @@ HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
 ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
-"""The querying rows of methods other than SinkPruner. PyramidDrop has those of FastV."""
+"""The querying rows of methods other than SinkPruner."""
 METHODS = ("sinkpruner", *ASKING)
 
 

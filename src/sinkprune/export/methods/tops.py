@@ -45,7 +45,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     The relevance is the salience before the LLM, and in it the attention of the text rows that are like the image.
     """
     cuts = scaled_layers((12, 24), facts.language_model.num_layers)
-    kept = half_and_eighth(facts, replace(budget, sanitizer=True, remove_outliers=False), cuts)
+    kept = replace(half_and_eighth(facts, budget, cuts), sanitizer=True, remove_outliers=False)
     selects = build_selects(facts, kept, cuts, text_like_the_image, rule=_rule)
     return PlanGraphs(kept, _sanitizer(facts, kept), selects)
 

@@ -114,16 +114,6 @@ def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budge
     return shares_of(facts, budget, _nearest(facts, budget, cuts, scaled))
 
 
-def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
-    """Return all N tokens into the LLM, then after each of the layers `cuts` the same share of the rest."""
-
-    def shrunk(step: int) -> tuple[int, ...]:
-        ratio = Fraction(step, _STEPS)
-        return tuple(round_half_up(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
-
-    return _from_all(facts, budget, cuts, shrunk)
-
-
 def _from_all(
     facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
 ) -> Budget:
