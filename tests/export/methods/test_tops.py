@@ -43,7 +43,8 @@ def assert_equals_reference(run: graphs.Run, kept: Budget, inputs: dict[str, Arr
     inputs["tokens"] = inputs["tokens"].astype(precision.replace("fp", "float"))
     out, count = run(**inputs), kept.resolve(inputs["tokens"].shape[1]).kept
     for group, index in enumerate(out["kept_index"].tolist()):
-        rows, expected = tops(*(inputs[name][group] for name in NAMES), count)
+        tokens, norms, salience = (inputs[name][group] for name in NAMES)
+        rows, expected = tops(tokens, norms, salience, count)
         assert index == expected and len(index) == count
         np.testing.assert_array_equal(out["kept_tokens"][group], rows)
 
