@@ -38,18 +38,18 @@ class Part(NamedTuple):
 
 METHODS = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
-    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,fastv,pyramiddrop,sparsevlm,"
+    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,fastv,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 _VARIED = (
     "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
-    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,"
-    "fastv,pyramiddrop,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
+    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,"
+    "fastv,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
 )
 _ROBOT = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
+    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,scope,fastv,"
     "sinkpruner-heads"
 )
 _CHOSEN_HEADS = (

@@ -2,7 +2,8 @@
 
 method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
 chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
-ProViP scores stages with such "visual heads". Its text was not read, so the rule is ours (docs/methods.md).
+ProViP scores stages with such "visual heads", which it chooses for each input by the variance of their attention
+over the picture. docs/measurements/accuracy-heads.md says why we choose them beforehand.
 
 RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
