@@ -24,8 +24,9 @@ def cosines(tokens: Array) -> Array:
     return np.round(unit @ unit.T, 12)
 
 
-def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int, batch: int) -> list[int]:
-    """Rule 4: `count` candidates least similar to what is kept, `batch` at a time."""
+def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int, rounds: int) -> list[int]:
+    """Rule 4: `count` candidates least similar to what is kept, in `rounds` rounds or more."""
+    batch = min(16, count // rounds) or 1
     similarity = cosines(tokens)
     kept, remaining, chosen = list(kept), list(candidates), []
     while len(chosen) < count:
@@ -46,7 +47,7 @@ def sanitize(
     reserve: int,
     diverse: int,
     per_mille: int = 10,
-    batch: int = 16,
+    rounds: int = 8,
     remove_outliers: bool = True,
     aggregate: bool = True,
     raster: bool = False,
@@ -58,7 +59,7 @@ def sanitize(
     reserve = min(reserve, len(low))
     diverse = min(diverse, len(low) - reserve)
     res = [low[i] for i in largest(salience[low], reserve)]
-    div = diversity(tokens, [i for i in low if i not in res], res, diverse, batch)
+    div = diversity(tokens, [i for i in low if i not in res], res, diverse, rounds)
     index = sorted(res + div) if raster else sorted(res) + sorted(div)
     kept = tokens[index]
     if outliers and aggregate:

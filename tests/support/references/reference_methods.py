@@ -32,14 +32,14 @@ def fastervlm(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
-def divprune(tokens: Array, norms: Array, salience: Array, k: int, batch: int = 16) -> Kept:
+def divprune(tokens: Array, norms: Array, salience: Array, k: int, rounds: int = 8) -> Kept:
     """The token least like any other, then those least like what is kept."""
     similarity = cosines(tokens)
     n = len(tokens)
     closest = [max((similarity[i, j] for j in range(n) if j != i), default=-np.inf) for i in range(n)]
     first = min(range(n), key=lambda i: (closest[i], i))
     others = [i for i in range(n) if i != first]
-    index = sorted([first, *diversity(tokens, others, [first], k - 1, batch)])
+    index = sorted([first, *diversity(tokens, others, [first], k - 1, rounds)])
     return tokens[index], index
 
 

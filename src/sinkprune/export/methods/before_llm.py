@@ -16,7 +16,13 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import cosines, diversity_select, local_function, unit_rows
+from sinkprune.export.pruning.functions import (
+    cosines,
+    diversity_rounds,
+    diversity_select,
+    local_function,
+    unit_rows,
+)
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -55,18 +61,18 @@ def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     Diversity-based Visual Token Pruning for Large Multimodal Models").
 
     This is our DIV rule with one reserved token: the one whose largest similarity to any other is smallest. Like DIV
-    it takes several tokens a round. DivPrune's own serial rule is the budget's option `serial`: a round for each
-    token, of 1.6 kB of graph.
+    it takes several tokens a round. DivPrune's own rule takes one.
     """
-    most, batch = facts.most_counts(kept).kept, kept.diversity_group_size
+    most, least = facts.most_counts(kept).kept, kept.diversity_rounds
     facts.check_ranked(most)
     op = graph.op
     index = _loneliest(graph, features)
     if most > 1:
-        function = diversity_select(rounds=-(-(most - 1) // batch), opset=facts.dialect.OPSET)
         count = k()
+        left = count - 1 if isinstance(count, int) else op.Sub(count, [1])
+        function = diversity_select(diversity_rounds(left, most - 1, least), facts.dialect.OPSET)
         candidate = op.Not(mask_of(graph, features, index))
-        others = op.call(function, features.tokens, candidate, index, op.Sub(as_vector(count), [1]), batch=batch)
+        others = op.call(function, features.tokens, candidate, index, as_vector(left), rounds=least)
         index = ascending(graph, op.Concat(index, others, axis=1), count)
     return index
 

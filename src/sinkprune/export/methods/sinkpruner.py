@@ -13,6 +13,7 @@ of `sinkpruner-heads`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
+from sinkprune.export.pruning.functions import diversity_rounds, diversity_select, gathered, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -46,6 +47,11 @@ def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: 
 def build(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
     """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer."""
     return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else (), score)
+
+
+def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan of `budget` whose sanitizer takes 16 diverse tokens a round, as the paper's does."""
+    return build(facts, replace(budget, diversity_rounds=1))
 
 
 def build_after(
@@ -115,9 +121,9 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
         candidate = op.Cast(free, to=ir.DataType.BOOL)
         if most.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        batch = budget.diversity_group_size
-        function = diversity_select(-(-most.diverse // batch), opset=facts.dialect.OPSET)
-        chosen = op.call(function, tokens, candidate, reserved, as_vector(diverse), batch=batch)
+        least = budget.diversity_rounds
+        function = diversity_select(diversity_rounds(diverse, most.diverse, least), facts.dialect.OPSET)
+        chosen = op.call(function, tokens, candidate, reserved, as_vector(diverse), rounds=least)
         index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]

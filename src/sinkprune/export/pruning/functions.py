@@ -14,7 +14,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
-from sinkprune.export.pruning.plan import outlier_count
+from sinkprune.contract.budgets import MOST_AT_ONCE, diversity_group
+from sinkprune.export.pruning.plan import TokenCount, outlier_count
 
 DOMAIN = "sinkprune"
 
@@ -44,17 +45,23 @@ def top_rho(opset: int) -> ir.Function:
     return local_function(DOMAIN, "TopRho", body, opset, ["per_mille"])
 
 
+def diversity_rounds(count: TokenCount, most: int, least: int) -> int:
+    """Return the rounds that choose `count` tokens; for a computed count, the most for any count from 1 to `most`."""
+    counts = [count] if isinstance(count, int) else range(1, most + 1)
+    return max(-(-each // diversity_group(each, least)) for each in counts)
+
+
 def diversity_select(rounds: int, opset: int) -> ir.Function:
     """Return `DiversitySelect`: the candidates least similar to the kept tokens (method.md section 1, 4).
 
-    Each round takes the `batch` candidates whose largest cosine similarity to the kept set is smallest. Members of a
-    round are not compared with each other. With nothing reserved, every similarity starts at -inf. The cosine with a
-    zero row is 0. Cosines above 1 - 2**-18 are equal.
+    Each round takes the `diversity_group` candidates whose largest cosine similarity to the kept set is smallest.
+    Members of a round are not compared with each other. With nothing reserved, every similarity starts at -inf. The
+    cosine with a zero row is 0. Cosines above 1 - 2**-18 are equal.
 
     Inputs: tokens [G,N,D] float, candidate [G,N] bool (at least `count` in each group), reserved [G,R] int64,
-    count [1] int64. Attribute `batch`. Output: chosen [G,count] int64, ascending.
+    count [1] int64. Attribute `rounds`: the least. Output: chosen [G,count] int64, ascending.
 
-    The body has `rounds` rounds, enough for count <= rounds * batch. It has no Loop, because the TensorRT versions
+    The body has `rounds` rounds, which are enough (`diversity_rounds`). It has no Loop, because the TensorRT versions
     that we tried compile no Loop in a function.
     """
 
@@ -66,7 +73,7 @@ def diversity_select(rounds: int, opset: int) -> ir.Function:
         closeness = op.ReduceMax(similarity, [-1], keepdims=0)
 
         n = op.Shape(candidate, start=1, end=2)
-        width = op.Min(_attribute(op, "batch"), n)
+        width = op.Max(op.Min(op.Div(count, _attribute(op, "rounds")), [MOST_AT_ONCE]), [1])
         place = op.Range(0, op.Squeeze(width), 1)
         nowhere = op.Expand(0, op.Shape(candidate))
         available, left = candidate, count
@@ -88,7 +95,7 @@ def diversity_select(rounds: int, opset: int) -> ir.Function:
         ascending, _ = op.TopK(order, count, axis=-1, largest=0, sorted=1, _outputs=2)
         return op.Cast(ascending, to=_INT64)
 
-    return local_function(DOMAIN, "DiversitySelect", body, opset, ["batch"])
+    return local_function(DOMAIN, "DiversitySelect", body, opset, ["rounds"])
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
