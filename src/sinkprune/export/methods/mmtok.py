@@ -35,7 +35,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     are compared with tokens as the LLM receives both, and tokens with each other as the tower gives them.
     """
     op = graph.op
-    tokens, question = rows_in_llm(facts, graph, features)
+    tokens, question = (unit_rows(op, rows) for rows in rows_in_llm(facts, graph, features))
     from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     text_temperature = TEXT_TEMPERATURE_OF_QWEN if isinstance(facts.tokens, VariableTokens) else TEXT_TEMPERATURE
     words = _covers(op, op.MatMul(tokens, op.Transpose(question, perm=[1, 0])), text_temperature)
