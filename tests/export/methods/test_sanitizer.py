@@ -26,12 +26,21 @@ def budget_of(n: int, reserve: int, diverse: int, **options: Any) -> Budget:
     return Budget(Share(reserve, n), Share(diverse, n), (Share(1, n),) * 3, **options)
 
 
-def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms: Array, salience: Array) -> None:
-    """Compare the graph with the reference, group by group."""
+def assert_equals_reference(
+    budget: Budget,
+    precision: str,
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    method: str = "sinkpruner",
+    **rule: Any,
+) -> None:
+    """Compare the graph of `method` with the reference and its `rule`, group by group."""
+    rule = {"rounds": budget.diversity_rounds} | rule
     _, n, d = tokens.shape
     tokens = tokens.astype(DTYPES[precision])
     norms, salience = norms.astype(np.float32), salience.astype(np.float32)
-    out = graphs.sanitizer(n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
+    out = graphs.method_sanitizer(method, n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
     assert out["kept_tokens"].dtype == DTYPES[precision]
     for group, kept_index in enumerate(out["kept_index"]):
         kept, index = reference.sanitize(
@@ -41,7 +50,7 @@ def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms
             reserve=budget.reserve.of(n),
             diverse=budget.diverse.of(n),
             per_mille=budget.outlier_per_mille,
-            rounds=budget.diversity_rounds,
+            **rule,
             remove_outliers=budget.remove_outliers,
             aggregate=budget.aggregate,
             raster=budget.order == "raster",
@@ -74,6 +83,17 @@ def test_retain_64_equals_the_reference(kind: str, precision: str, groups: int) 
 def test_every_option_equals_the_reference(option: str, kind: str) -> None:
     budget = OPTIONS[option](parse_budget("llava", "retain-128"))
     assert_equals_reference(budget, "fp32", **token_features(kind, 3, n=64))
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"), [("sinkpruner-paper", {"rounds": 1}), ("sinkpruner+centred", {"centring": True})]
+)
+@pytest.mark.parametrize(("kind", "precision"), each_once([*KINDS, "large norms"], DTYPES))
+def test_other_rules_of_diversity_equal_the_reference(
+    method: str, rule: dict[str, Any], kind: str, precision: str
+) -> None:
+    features = token_features(kind, 2, n=144, precision=precision)
+    assert_equals_reference(parse_budget("llava", "retain-128"), precision, **features, method=method, **rule)
 
 
 @pytest.mark.parametrize(
