@@ -60,6 +60,17 @@ def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return build(facts, replace(budget, diversity_rounds=1))
 
 
+def build_one_stage(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan of `budget` with its first stage alone, which keeps fewer tokens, so that the mean is the same.
+
+    Raises `UnreachableBudget` if too many tokens enter the LLM.
+    """
+    from sinkprune.export.pruning.equal_mean import fewer_stages
+
+    cuts = prune_layers(facts.language_model.num_layers)[:1] if budget.stages else ()
+    return build_after(facts, fewer_stages(facts, budget, cuts) if cuts else budget, cuts)
+
+
 def build_after(
     facts: PlanFacts,
     budget: Budget,
