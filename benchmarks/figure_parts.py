@@ -40,7 +40,8 @@ METHODS = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
     "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
-    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
+    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,"
+    "sinkpruner-paper,sinkpruner-one-stage,sinkpruner+centred,divprune+centred,cdpruner+centred"
 )
 _VARIED = (
     "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
