@@ -26,7 +26,7 @@ from support.models.graphs import Array, Run, loaded
 from support.programs.slow_cases import slow_except
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
-BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
+BUDGETS = ("retain-64", "retain-32+raster+visual-keys+compact")
 # Checkpoint, budgets, and how many images a prompt may have
 KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "llava": ("gqa-112", BUDGETS, 1),

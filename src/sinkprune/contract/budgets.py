@@ -38,6 +38,18 @@ class Share:
         return max(1, tokens * self.numerator // self.denominator)
 
 
+MOST_AT_ONCE = 16
+"""The most diverse tokens of a round."""
+
+
+def diversity_group(count: int, rounds: int) -> int:
+    """Return b: how many of `count` diverse tokens a round chooses, without comparing them with each other.
+
+    There are at least `rounds` rounds, or one for each token if there are fewer.
+    """
+    return max(1, min(MOST_AT_ONCE, count // rounds))
+
+
 @dataclass(frozen=True)
 class Counts:
     """A budget resolved for a number of visual tokens. All values are token counts."""
@@ -75,8 +87,8 @@ class Budget:
     """K_s: visual tokens of a picture that survive each text-guided stage."""
     outlier_per_mille: Annotated[int, Bounds(0, 1000)] = 10
     """rho: high-norm tokens of a group, rounded up."""
-    diversity_group_size: Size = 16
-    """b: how many diverse tokens are chosen at once, without comparing them with each other."""
+    diversity_rounds: Size = 8
+    """The least rounds that choose diverse tokens; see `diversity_group`."""
     sanitizer: bool = True
     """Whether tokens are dropped before the LLM at all."""
     remove_outliers: bool = True
@@ -140,7 +152,6 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "keep-outliers": lambda budget: replace(budget, remove_outliers=False),
     "no-diversity": lambda budget: replace(budget, diverse=Share(0, 1)),
     "no-sanitizer": lambda budget: replace(budget, sanitizer=False),
-    "serial": lambda budget: replace(budget, diversity_group_size=1),
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),

@@ -122,6 +122,7 @@ _PARTS = {
     "no-diversity": Counts(6, 1, 128, 0, (110, 74, 42)),
     "no-outlier-removal": Counts(0, 0, 65, 64, (110, 74, 42)),
     "no-aggregation": Counts(6, 0, 65, 64, (110, 74, 42)),
+    "one-stage": Counts(6, 1, 64, 64, (61,)),
 }
 """Counts of each ablation of retain-64 on LLaVA-1.5-7B."""
 

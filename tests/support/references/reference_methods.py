@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.references.reference import cosines, diversity, largest, sanitize
+from support.references.reference import centred, cosines, diversity, largest, sanitize
 
 Array = np.ndarray[Any, Any]
 Kept = tuple[Array, list[int]]
@@ -31,14 +32,15 @@ def fastervlm(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
-def divprune(tokens: Array, norms: Array, salience: Array, k: int, batch: int = 16) -> Kept:
-    """The token least like any other, then those least like what is kept."""
-    similarity = cosines(tokens)
+def divprune(tokens: Array, norms: Array, salience: Array, k: int, *, centring: bool = False) -> Kept:
+    """The token least like any other, then those least like what is kept; with `centring`, Cen-Prune's rule."""
+    compared, preference = centred(tokens) if centring else (tokens, None)
+    similarity = cosines(compared)
     n = len(tokens)
     closest = [max((similarity[i, j] for j in range(n) if j != i), default=-np.inf) for i in range(n)]
     first = min(range(n), key=lambda i: (closest[i], i))
     others = [i for i in range(n) if i != first]
-    index = sorted([first, *diversity(tokens, others, [first], k - 1, batch)])
+    index = sorted([first, *diversity(compared, others, [first], k - 1, 8, preference)])
     return tokens[index], index
 
 
@@ -279,6 +281,7 @@ BEFORE_LLM = {
     "uniform": uniform,
     "fastervlm": fastervlm,
     "divprune": divprune,
+    "divprune+centred": partial(divprune, centring=True),
     "dart": dart,
     "visionzip": visionzip,
     "visionzip+filter": visionzip_filter,

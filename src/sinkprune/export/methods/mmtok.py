@@ -35,7 +35,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     are compared with tokens as the LLM receives both, and tokens with each other as the tower gives them.
     """
     op = graph.op
-    tokens, question = rows_in_llm(facts, graph, features)
+    tokens, question = (unit_rows(op, rows) for rows in rows_in_llm(facts, graph, features))
     from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     of_qwen = isinstance(facts.tokens, VariableTokens) and kept.tower is None
     text_temperature = TEXT_TEMPERATURE_OF_QWEN if of_qwen else TEXT_TEMPERATURE
