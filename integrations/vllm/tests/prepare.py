@@ -11,17 +11,15 @@ import sys
 from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
-from transformers import LlavaNextConfig, LlavaNextImageProcessorPil
 
 from sinkprune import Pipeline
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, save_random_model, tokenizer
+from support.models.checkpoints import NextShape, make_llava_next_checkpoint
 
 POCKET = Path(__file__).parents[3] / "demo/pocket"
 BUDGETS = {"llava": ("retain-64", "retain-32"), "llava-next": ("retain-320", "retain-160")}
-PINPOINTS = [[112, 224], [224, 112], [224, 224], [336, 112], [112, 336]]
 SIZES = [(224, 224), (112, 112), (300, 150), (150, 300), (500, 120), (97, 203)]
 
 
@@ -34,42 +32,12 @@ def give_hub_names(folder: Path) -> None:
     save_file(renamed, file, metadata={"format": "pt"})
 
 
-def write_llava_next(folder: Path) -> None:
-    """Write a LLaVA-NeXT of random weights, with heads of a size that vLLM takes."""
-    config = LlavaNextConfig(
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "image_size": 112,
-            "patch_size": 14,
-            "initializer_factor": 4.0,
-        },
-        text_config={
-            "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 160,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "vocab_size": 384,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.2,
-        },
-        image_token_index=IMAGE_TOKEN,
-        image_grid_pinpoints=PINPOINTS,
-    )
-    save_random_model(folder, config, tokenizer(), TEMPLATE, 2, seed=0)
-    sizes = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}}
-    LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=PINPOINTS).save_pretrained(folder)
-
-
 def main(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copytree(POCKET, folder / "llava")
-    write_llava_next(folder / "llava-next")
+    # With heads of a size that vLLM takes.
+    make_llava_next_checkpoint(folder / "llava-next", NextShape(text={"hidden_size": 128}))
     for family in BUDGETS:
         give_hub_names(folder / family)
     pictures = []
