@@ -28,8 +28,8 @@ class Counts(NamedTuple):
 
     @property
     def diversity_group(self) -> int:
-        """How many diverse tokens are chosen at once, without comparing them with each other."""
-        return 16
+        """How many diverse tokens are chosen at once, without comparing them with each other: at least 8 rounds."""
+        return max(1, min(16, self.diverse // 8))
 
 
 def cls_salience(query: Tensor, key: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from sinkprune_vllm.option import FAMILIES, counts_of
 from sinkprune_vllm.sanitizer import Counts, cls_salience, select
 
 from sinkprune.contract.budgets import FAMILIES as SINKPRUNE
+from sinkprune.contract.budgets import diversity_group
 from support.references.reference import sanitize
 
 COUNTS = {
@@ -78,4 +79,4 @@ def test_budgets_are_those_of_sinkprune(family: str, architecture: str, tokens: 
     for name, budget in theirs.items():
         counts, expected = counts_of(own, name, tokens), budget.resolve(tokens)
         assert counts == (expected.outliers, expected.reserve, expected.diverse)
-        assert counts.diversity_group == budget.diversity_group_size
+        assert counts.diversity_group == diversity_group(counts.diverse, budget.diversity_rounds)
