@@ -84,8 +84,7 @@ def test_kept_sets_equal_the_reference_and_ort_cpu(
     assert lengths == [sum(map(len, picture)) for picture in expected]
     for tokens, salience, counts, kept, index in selected:
         norms = np.linalg.norm(tokens, axis=1)
-        sizes = {"reserve": counts.reserve, "diverse": counts.diverse, "batch": counts.diversity_group}
-        rows, source = sanitize(tokens, norms, salience, **sizes)
+        rows, source = sanitize(tokens, norms, salience, reserve=counts.reserve, diverse=counts.diverse)
         assert index == source
         np.testing.assert_allclose(kept, rows, rtol=1e-4, atol=1e-5)
 

@@ -48,7 +48,6 @@ def test_a_batch_of_groups_keeps_what_the_reference_keeps_of_each(tokens: int) -
             reserve=counts.reserve,
             diverse=counts.diverse,
             per_mille=1000 * counts.outliers // tokens,
-            batch=counts.diversity_group,
         )
         assert index[group].tolist() == source
         np.testing.assert_allclose(kept[group].numpy(), expected, rtol=1e-5, atol=1e-6)
