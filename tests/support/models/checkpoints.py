@@ -68,6 +68,8 @@ class NextShape:
     decoder: str = "llama"
     num_layers: int = 6
     num_kv_heads: int = 4
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """What the decoder's configuration has in addition."""
 
 
 def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
@@ -98,7 +100,12 @@ def make_llava_next_checkpoint(folder: Path, shape: NextShape, seed: int = 0) ->
     own: dict[str, Any] = {"sliding_window": None} if shape.decoder == "mistral" else {}
     config = LlavaNextConfig(
         vision_config=_vision(SIDE),
-        text_config={"model_type": shape.decoder, **small_decoder(shape.num_layers, shape.num_kv_heads), **own},
+        text_config={
+            "model_type": shape.decoder,
+            **small_decoder(shape.num_layers, shape.num_kv_heads),
+            **own,
+            **shape.text,
+        },
         image_token_index=IMAGE_TOKEN,
         image_grid_pinpoints=PINPOINTS,
     )
