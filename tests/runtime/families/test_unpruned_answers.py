@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from sinkprune import Clip, Pipeline
 from support.models.clips import VIDEO_BUDGETS, frames
-from support.models.small_models import CLIPS_IN_ONE_PIECE, NEXT_SHAPES, QWEN_SHAPES
+from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, ask
@@ -28,8 +28,16 @@ IMAGES = [
     *each_once(NEXT_SHAPES, [(224, 224), (640, 210), (150, 500), (30, 20), (900, 20)]),
     # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels
     *each_once(QWEN_SHAPES, [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]),
+    # A single tile where it may be one, two by two, a row of the most tiles, a column
+    *each_once(INTERNVL_SHAPES, [(30, 30), (700, 700), (1300, 200), (90, 500)]),
 ]
-CLIPS = [*((name, 2) for name in CLIPS_IN_ONE_PIECE), ("qwen", 1.3), ("qwen3-vl", 2), ("qwen3-vl", 1.3)]
+CLIPS = [
+    *((name, 2) for name in CLIPS_IN_ONE_PIECE),
+    ("qwen", 1.3),
+    ("qwen3-vl", 2),
+    ("qwen3-vl", 1.3),
+    *((name, 2) for name in INTERNVL_SHAPES),
+]
 
 
 def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeline, picture: Any, count: int) -> None:
