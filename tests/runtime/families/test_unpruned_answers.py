@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from sinkprune import Clip, Pipeline
-from support.models.clips import VIDEO_BUDGETS, frames
+from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
 from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
@@ -38,6 +38,7 @@ CLIPS = [
     ("qwen3-vl", 1.3),
     *((name, 2) for name in INTERNVL_SHAPES),
 ]
+OF_INTERNVL: dict[str, Any] = {"budgets": INTERNVL_BUDGETS, "max_frames": 8}
 
 
 def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeline, picture: Any, count: int) -> None:
@@ -65,7 +66,8 @@ def test_answers_about_images(
 ) -> None:
     folder, image = checkpoint(name), photo.resize(size)
     inputs = reference_inputs(name, folder, [image], QUESTION)
-    assert_equals(model(name), inputs, folder, pipeline(name), image, 16)
+    options = OF_INTERNVL if name in INTERNVL_SHAPES else {}
+    assert_equals(model(name), inputs, folder, pipeline(name, **options), image, 16)
 
 
 @pytest.mark.parametrize(("name", "fps"), CLIPS)
@@ -77,8 +79,9 @@ def test_answers_about_clips(
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    """Ragged windows; 8 frames make 4 groups."""
-    folder, pipe = checkpoint(name), pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
+    """Ragged windows; 8 frames make 4 groups, or 8 in InternVL."""
+    options = OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": VIDEO_BUDGETS, "max_frames": 8}
+    folder, pipe = checkpoint(name), pipeline(name, **options)
     clip = Clip(frames(8, (170, 140), photo), fps)
     inputs = clip_inputs(model(name), pipe, folder, pipe.family.sample_frames(clip), fps)
     assert_equals(model(name), inputs, folder, pipe, clip, 6)
