@@ -23,7 +23,13 @@ from sinkprune.export.source import ExportRequest, open_source
 from support.programs.commands import assert_refused, run
 
 Checkpoints = Callable[[str], Path]
-BUDGETS = {"mha-336": "retain-64", "next": "retain-320", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
+BUDGETS = {
+    "mha-336": "retain-64",
+    "next": "retain-320",
+    "qwen": "prune-77.8",
+    "qwen3-vl": "prune-77.8",
+    "internvl": "prune-66.7",
+}
 LLAVA = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.vision_model.",
@@ -31,6 +37,7 @@ LLAVA = {
     "model.image_newline": "image_newline",
     "lm_head.": "language_model.lm_head.",
 }
+INTERNVL = {**LLAVA, "model.vision_tower.": "vision_tower."}
 QWEN = {"model.visual.": "visual.", "model.language_model.": "model."}
 NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
     "llava in memory": ("mha-336", {}, {"model.language_model.norm.weight"}),
@@ -38,6 +45,12 @@ NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
         "mha-336",
         LLAVA,
         {"language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.vision_model.pre_layrnorm.weight"},
+    ),
+    "internvl in memory": ("internvl", {}, {"model.vision_tower.encoder.layer.0.lambda_1"}),
+    "internvl published": (
+        "internvl",
+        INTERNVL,
+        {"vision_tower.embeddings.cls_token", "language_model.lm_head.weight", "multi_modal_projector.linear_1.bias"},
     ),
     "llava-next in memory": ("next", {}, {"model.image_newline"}),
     "llava-next published": ("next", LLAVA, {"image_newline", "language_model.lm_head.weight"}),

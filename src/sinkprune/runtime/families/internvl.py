@@ -24,6 +24,7 @@ from sinkprune.runtime.media.frame import as_image
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan
 
+_Area = tuple[float, float, float, float]
 _START, _END = "<img>", "</img>"
 
 
@@ -128,8 +129,10 @@ class InternVL(SquarePictures):
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size]; raises `ImageError`."""
-        clip = isinstance(picture, SampledFrames)
-        pixels = self._processor.of_clip(picture) if clip else self._processor(as_image(picture))
+        if isinstance(picture, SampledFrames):
+            pixels = self._processor.of_clip(picture)
+        else:
+            pixels = self._processor(as_image(picture))
         return {"pixel_values": pixels.astype(self._dtype, copy=False)}
 
     def frame_form(self) -> FrameForm:
@@ -140,13 +143,11 @@ class InternVL(SquarePictures):
 
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle was exported for images only."""
-        if self._video is None:
-            raise VideoError(self.no_video)
+        self._video_settings()
 
     def sample_frames(self, video: Video) -> SampledFrames:
         """Return all frames, or as many as the bundle takes; raises `VideoError`."""
-        self.check_video()
-        return sample_frames(video, {**self._video, "fps": video.fps}, 1, middle_indices)
+        return sample_frames(video, {**self._video_settings(), "fps": video.fps}, 1, middle_indices)
 
     def fitted(self, fit: Fit) -> None:
         """Return None: the tiles show whole images of any shape."""
@@ -159,15 +160,22 @@ class InternVL(SquarePictures):
             {"clip": self._frames(ClipSize(side, side, frames, 1.0))} if frames > image.groups else {"image": image}
         )
 
+    def _video_settings(self) -> dict[str, Any]:
+        if self._video is None:
+            raise VideoError(self.no_video)
+        return self._video
+
     def _layout(self, size: PixelSize) -> VisualLayout:
         columns, rows = self._processor.grid(size)
         width, height = size[0] / columns, size[1] / rows
-        areas = [
+        areas: list[_Area] = [
             (x * width, y * height, (x + 1) * width, (y + 1) * height) for y in range(rows) for x in range(columns)
         ]
-        whole = [(0.0, 0.0, *map(float, size))] if len(areas) > 1 else []
-        ends = [len(areas), *(len(areas) + 1 for _ in whole)]
-        return self._groups(size, [*areas, *whole], ends, (_START, _END))
+        ends = [len(areas)]
+        if len(areas) > 1:
+            areas.append((0.0, 0.0, float(size[0]), float(size[1])))
+            ends.append(len(areas))
+        return self._groups(size, areas, ends, (_START, _END))
 
     def _frames(self, size: ClipSize) -> VisualLayout:
         areas = [(0.0, 0.0, float(size.width), float(size.height))] * size.frames
@@ -178,7 +186,7 @@ class InternVL(SquarePictures):
     def _groups(
         self,
         size: PixelSize,
-        areas: Sequence[tuple[float, float, float, float]],
+        areas: Sequence[_Area],
         ends: Sequence[int],
         texts: tuple[str, ...],
     ) -> VisualLayout:
