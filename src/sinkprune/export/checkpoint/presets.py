@@ -225,7 +225,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "internvl3-8b": _internvl(3584, 18944, 28, 28, 4),
     "internvl3.5-1b": _internvl3_5(1024, 3072, 28, 16, 8),
     "internvl3.5-2b": _internvl3_5(2048, 6144, 28, 16, 8),
-    "internvl3.5-4b": _internvl3_5(2560, 9728, 36, 32, 8),
     "internvl3.5-8b": _internvl3_5(4096, 12288, 36, 32, 8),
     "pi0": _pi0(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
