@@ -144,7 +144,7 @@ QWEN_BUDGETS = {
     "prune-80": _row(1000, 400, 50, 300, 200, 120),
     "prune-88.9": _row(1000, 200, 50, 180, 110, 60),
 }
-"""Budgets of families whose images differ in their number of tokens, per mille."""
+"""Budgets of families whose images differ in their number of tokens or tiles, per mille."""
 
 OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "raster": lambda budget: replace(budget, order="raster"),
@@ -277,6 +277,9 @@ QWEN3_VL = _family(
     QWEN_BUDGETS,
     # The part of Cosmos3 that answers.
     also=("cosmos3_omni", "cosmos3", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
+)
+INTERNVL = _family(
+    "internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL", QWEN_BUDGETS
 )
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)

@@ -261,7 +261,7 @@ def vit_flops(tower: SquareTower, rows: int, merges: Mapping[int, int]) -> int:
     `merges` are the rows that blocks merge, between their attention and their MLP.
     """
     d, m = tower.hidden_size, tower.intermediate_size
-    flops = 2 * tower.tokens * 3 * tower.patch_size**2 * d
+    flops = 2 * tower.patches * 3 * tower.patch_size**2 * d
     for block in range(tower.num_blocks):
         flops += 2 * (4 * rows * d * d + 2 * rows * rows * d)
         rows -= merges.get(block, 0)

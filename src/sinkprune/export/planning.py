@@ -41,8 +41,8 @@ def plan_graphs(
     builders = {name: load_method(name) for name in methods}
     if not facts.joined and any(budget.frames == "apart" for budget in budgets.values()):
         raise BudgetError(
-            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
-            "takes video with a larger --max-frames."
+            "option 'per-frame' is for models that sanitise several groups of a clip's frames as one. Leave it out, "
+            "or give such a model a larger --max-frames."
         )
     if facts.language_model.rope_sections and any(budget.positions == "compact" for budget in budgets.values()):
         raise BudgetError(

@@ -24,7 +24,13 @@ from sinkprune.export.source import ExportRequest, open_source
 from support.programs.commands import assert_refused, run
 
 Checkpoints = Callable[[str], Path]
-BUDGETS = {"mha-336": "retain-64", "next": "retain-320", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
+BUDGETS = {
+    "mha-336": "retain-64",
+    "next": "retain-320",
+    "qwen": "prune-77.8",
+    "qwen3-vl": "prune-77.8",
+    "internvl": "prune-66.7",
+}
 LLAVA = {
     r"^model\.language_model\.": "language_model.model.",
     r"^model\.vision_tower\.": "vision_tower.vision_model.",
@@ -32,6 +38,7 @@ LLAVA = {
     r"^model\.image_newline": "image_newline",
     r"^lm_head\.": "language_model.lm_head.",
 }
+INTERNVL = {**LLAVA, r"^model\.vision_tower\.": "vision_tower."}
 QWEN = {r"^model\.visual\.": "visual.", r"^model\.language_model\.": "model."}
 NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
     "llava in memory": ("mha-336", {}, {"model.language_model.norm.weight"}),
@@ -39,6 +46,12 @@ NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
         "mha-336",
         LLAVA,
         {"language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.vision_model.pre_layrnorm.weight"},
+    ),
+    "internvl in memory": ("internvl", {}, {"model.vision_tower.encoder.layer.0.lambda_1"}),
+    "internvl published": (
+        "internvl",
+        INTERNVL,
+        {"vision_tower.embeddings.cls_token", "language_model.lm_head.weight", "multi_modal_projector.linear_1.bias"},
     ),
     "llava-next in memory": ("next", {}, {"model.image_newline"}),
     "llava-next published": ("next", LLAVA, {"image_newline", "language_model.lm_head.weight"}),

@@ -23,6 +23,7 @@ from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.device.dlpack import read_pixels
 from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
 from sinkprune.runtime.families.llava_next import LlavaNextProcessor
 from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
@@ -171,6 +172,13 @@ def test_tiles_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None
     np.testing.assert_array_equal(prepared(backend, processor, pixels, settings), expected, strict=True)
     changed = LlavaNextProcessor({**settings, "size": {"shortest_edge": SIDE + 1}}, SIDE)
     assert prepared(backend, changed, pixels, settings) is None
+
+
+@pytest.mark.parametrize("size", [(64, 48), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)])
+def test_tiles_with_the_whole_picture_last_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None:
+    processor, pixels = TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), photo_of(size)
+    expected = processor(Image.fromarray(pixels))
+    np.testing.assert_array_equal(prepared(backend, processor, pixels, PIXELS), expected, strict=True)
 
 
 def test_values_are_rounded_to_fp16_once(backend: Host) -> None:

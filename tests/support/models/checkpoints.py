@@ -122,14 +122,20 @@ def save_random_model(
     template: str,
     stop: int | Sequence[int],
     seed: int,
+    moved: Sequence[str] = (),
 ) -> None:
-    """Write a model of `config` with random weights, its tokenizer, chat template and stop tokens."""
+    """Write a model of `config` with random weights, its tokenizer, chat template and stop tokens.
+
+    Parameters with one of `moved` in their names are not as at the start of a training, such as 0 or 1.
+    """
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif any(part in name for part in moved):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.generation_config.eos_token_id = stop
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share, scaled_layers
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import ROUNDS, best_token
+from sinkprune.export.methods.before_llm import best_token
 from sinkprune.export.pruning.equal_mean import half_and_eighth
-from sinkprune.export.pruning.functions import SAME, gathered, local_function, unit_rows
+from sinkprune.export.pruning.functions import ROUNDS, SAME, gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import new_sanitizer, output_tokens, places, smallest
 from sinkprune.export.pruning.select import (

@@ -175,7 +175,7 @@ class PlanFacts:
     def _check_at_most(self, count: int, limit: int, why: str) -> None:
         if count <= limit:
             return
-        in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
+        in_all, remedy = self.most_visual_tokens, "Choose a smaller budget, or for clips fewer --max-frames."
         if isinstance(self.tokens, VariableTokens):
             fit = in_all * limit // count
             remedy = (

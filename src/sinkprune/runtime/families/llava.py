@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -213,11 +214,11 @@ class SquarePictures(Family):
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
         self._tower: SquareTower = tower
-        self._side = tower.image_size // tower.patch_size
-        if self._side**2 != tower.tokens:
+        self._side, each = isqrt(tower.tokens), tower.patch_size * isqrt(tower.patches_per_token)
+        if self._side != tower.image_size // each:
             raise BundleError(
-                f"the bundle's `vision` has {tower.tokens} tokens, expected {self._side**2}, one for each "
-                f"patch of {tower.patch_size} pixels in a picture of {tower.image_size}. Export it again."
+                f"the bundle's `vision` has {tower.tokens} tokens, expected {(tower.image_size // each) ** 2}, one "
+                f"for each square of {each} pixels in a picture of {tower.image_size}. Export it again."
             )
         if tower.tokens > manifest.most_visual_tokens:
             raise BundleError(
@@ -304,7 +305,7 @@ class SquarePictures(Family):
     @property
     def _tower_flops(self) -> int:
         """The tower's FLOPs on one group."""
-        return self._flops_of(self._tower.tokens)
+        return self._flops_of(self._tower.patches)
 
     def _flops_of(self, tokens: int) -> int:
         # CLIP has a row more, for the CLS token.
