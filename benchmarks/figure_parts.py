@@ -38,18 +38,20 @@ class Part(NamedTuple):
 
 METHODS = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
-    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,fastv,pyramiddrop,sparsevlm,"
+    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,fastv,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
-    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
+    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,"
+    "sinkpruner-paper,sinkpruner-one-stage,sinkpruner+centred,divprune+centred,cdpruner+centred,tops"
 )
 _VARIED = (
     "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
-    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,"
-    "fastv,pyramiddrop,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
+    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,"
+    "fastv,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
+    "sinkpruner-paper,sinkpruner-one-stage,tops"
 )
 _ROBOT = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
+    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,scope,fastv,"
     "sinkpruner-heads"
 )
 _CHOSEN_HEADS = (
@@ -120,7 +122,7 @@ PARTS = {
             "sinkprune-calibrate attention {work}/pocket-qwen3 --data {work}/varied-validation/scenes.jsonl "
             "--budgets none --heads {work}/qwen3-heads.json",
             f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --heads {{work}}/qwen3-heads.json "
-            f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
+            f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9",
             "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} --plot {plot}",
         ),
         {
@@ -139,7 +141,7 @@ PARTS = {
             *_CHOSEN_HEADS,
             "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
             "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
-            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
+            "--budgets retain-64,retain-32",
             "sinkprune-evaluate {work}/pocket-heads --threads 1 --json {json} --answers {work}/reading.jsonl",
         ),
         {"reading": paired},
@@ -150,7 +152,7 @@ PARTS = {
             "python benchmarks/train_pocket_model.py {work}/pocket-tuned --state {work}/tuned.pt "
             "--model llava-outliers --threads 1",
             f"sinkprune-export {{work}}/pocket-tuned -o {{work}}/tuned --force --methods {_TUNED} "
-            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
+            "--budgets retain-64,retain-32",
             "sinkprune-calibrate norms {work}/tuned --json {work}/norms.json --plot docs/norms-tuned.png",
             "sinkprune-calibrate attention {work}/tuned --threads 1 --limit 200 --budgets retain-64,retain-32 "
             "--methods sinkpruner,sinkpruner-no-outlier-removal,fastervlm,visionzip --json {work}/attention.json",

@@ -1,24 +1,26 @@
 #!/usr/bin/env bash
 # Runs all parts of this project that need an NVIDIA GPU, and writes the results as one JSON and one table.
 #
-#     benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS]]
+#     benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS [VLLM_PYTHON]]]
 #
 # OUTPUT is a folder for results.json, results.md and a log of each part; PYTHON the interpreter of an environment with
-# the packages (default: python3). Parts: the chain on ort-cuda at llava-1.1b and, with 20 GB of GPU memory, llava-1.5-7b,
-# which with 40 GB runs next to PyTorch too, pi0 next to PyTorch, the kernels, the gpu tests, and at llava-1.1b the
-# TensorRT build, gate and profile. The report lists each as run, failed or not there, and none stops the others. It
-# compares the targets of captured graphs. Weights are random: times are true, answers are noise.
+# the packages (default: python3), and VLLM_PYTHON that of one with vLLM, which brings its own PyTorch. Parts: the chain on
+# ort-cuda at llava-1.1b and, with 20 GB of GPU memory, llava-1.5-7b, which with 40 GB runs next to PyTorch and vLLM too,
+# pi0 next to PyTorch, frames, the kernels, the gpu tests, and at llava-1.1b the TensorRT build, gate and profile. The
+# report lists each as run, failed or not there, and none stops the others. It compares the targets of captured graphs.
+# Weights are random: times are true, answers are noise.
 #
 # After SECONDS (480 for a lent machine) the running part is stopped, and no other begins. Parts with a target come first.
 #
 # Exit codes: 0 all parts that could run did; 1 a part failed; 2 wrong arguments; 3 no part could run.
 set -u
 
-if [ $# -lt 1 ] || [ $# -gt 3 ] || ! [[ ${3:-1} =~ ^[0-9]+$ ]]; then
-    echo "usage: benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS]]" >&2
+if [ $# -lt 1 ] || [ $# -gt 4 ] || ! [[ ${3:-1} =~ ^[0-9]+$ ]]; then
+    echo "usage: benchmarks/gpu.sh OUTPUT [PYTHON [SECONDS [VLLM_PYTHON]]]" >&2
     exit 2
 fi
 limit=${3:-}
+export VLLM_PYTHON=${4:-}
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 python=$(command -v "${2:-python3}") || {
@@ -33,8 +35,8 @@ work=$out/bundles
 mkdir -p "$work" || exit 2
 trap 'rm -rf "$work"' EXIT
 # Remove the outputs of an earlier run.
-for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b pytorch-llava-1.5-7b pytorch-pi0 tensorrt-build \
-    tensorrt-gate tensorrt-profile; do
+for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b pytorch-llava-1.5-7b pytorch-pi0 frames \
+    vllm-llava-1.5-7b tensorrt-build tensorrt-gate tensorrt-profile; do
     rm -f "$out/$name".{state,log,json,xml}
 done
 
@@ -111,6 +113,17 @@ pytorch_pi0() {
             --new-tokens 10 --dtype bfloat16
 }
 
+frames() {
+    "$python" "$here/frames.py" --backend ort-cuda --size 1920x1080 --json "$out/frames.json"
+}
+
+vllm() {
+    local name=vllm-$1 like=()
+    [ ! -f "$out/pytorch-$1.json" ] || like=(--like "$out/pytorch-$1.json")
+    PYTHONPATH=$here "$python" "$here/gpu/next_to_vllm.py" "$work/vllm" --write "$1" &&
+        "$VLLM_PYTHON" "$here/gpu/next_to_vllm.py" "$work/vllm" --json "$out/$name.json" ${like[@]+"${like[@]}"}
+}
+
 tensorrt_build() {
     local dialect
     dialect=$("$python" "$here/gpu/gpu_parts.py" dialect) &&
@@ -134,6 +147,8 @@ part pytorch-llava-1.5-7b pytorch llava-1.5-7b
 rm -rf "$work/llava-1.5-7b"
 part pytorch-pi0 pytorch_pi0
 rm -rf "$work/pi0"
+part frames frames
+part vllm-llava-1.5-7b vllm llava-1.5-7b
 part kernels kernels
 part gpu-tests gpu_tests
 part tensorrt-build tensorrt_build

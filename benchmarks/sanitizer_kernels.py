@@ -23,6 +23,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from sinkprune.contract.budgets import diversity_group
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import check_writable, write_whole
@@ -50,7 +51,7 @@ class Shape:
     width: int
     reserve: int
     diverse: int
-    batch: int
+    rounds: int
     dtype: str
 
     @property
@@ -58,10 +59,15 @@ class Shape:
         """The tokens of a group whose mean is the sink."""
         return max(1, -(-self.tokens * PER_MILLE // 1000))
 
+    @property
+    def group(self) -> int:
+        """The diverse tokens of a round."""
+        return diversity_group(self.diverse, self.rounds)
+
     def traffic(self) -> int:
         """Return the bytes of tokens that the kernels read: rows twice, then once for each tile of kept rows."""
-        rounds = [min(self.batch, self.diverse - taken) for taken in range(0, self.diverse, self.batch)]
-        tiles = -(-self.reserve // 32) + sum(-(-taken // 16) for taken in rounds[:-1])
+        # A round compares rows with at most a tile.
+        tiles = -(-self.reserve // 32) + -(-self.diverse // self.group) - 1
         row = self.width * getattr(torch, self.dtype).itemsize
         return self.groups * row * (self.outliers + self.tokens * (2 + tiles))
 
@@ -79,8 +85,8 @@ def plain_selection(
     closeness = (unit @ _rows(unit, reserved).transpose(1, 2)).amax(dim=-1)
     closeness = closeness.scatter(1, top, torch.inf).scatter(1, reserved, torch.inf)
     chosen = []
-    for taken in range(0, shape.diverse, shape.batch):
-        fresh = closeness.topk(min(shape.batch, shape.diverse - taken), largest=False).indices
+    for taken in range(0, shape.diverse, shape.group):
+        fresh = closeness.topk(min(shape.group, shape.diverse - taken), largest=False).indices
         chosen.append(fresh)
         closeness = torch.maximum(closeness, (unit @ _rows(unit, fresh).transpose(1, 2)).amax(dim=-1))
         closeness = closeness.scatter(1, fresh, torch.inf)
@@ -96,8 +102,8 @@ def bodies(shape: Shape) -> Graph:
     candidate = graph.input("candidate", ["G", n], flag)
     reserved = graph.input("reserved", ["G", shape.reserve], integer)
     sink, outlier = op.call(top_rho(opset24.OPSET), norms, tokens, per_mille=PER_MILLE)
-    select = diversity_select(-(-shape.diverse // shape.batch), opset24.OPSET)
-    chosen = op.call(select, tokens, candidate, reserved, [shape.diverse], batch=shape.batch)
+    select = diversity_select(-(-shape.diverse // shape.group), opset24.OPSET)
+    chosen = op.call(select, tokens, candidate, reserved, [shape.diverse], rounds=shape.rounds)
     graph.output("sink", sink, ["G", 1, shape.width])
     graph.output("outlier", outlier, ["G", n], flag)
     graph.output("chosen", chosen, ["G", shape.diverse], integer)
@@ -148,12 +154,12 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--reserve", type=int, default=64)
     parser.add_argument("--diverse", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
     options = parser.parse_args(arguments)
-    sizes = (options.groups, options.tokens, options.width, options.reserve, options.diverse, options.batch)
+    sizes = (options.groups, options.tokens, options.width, options.reserve, options.diverse, options.rounds)
     shape = Shape(*sizes, options.dtype)
     if min(sizes) < 1 or options.repeat < 2 or shape.outliers + shape.reserve + shape.diverse > shape.tokens:
         raise UsageError(
@@ -229,7 +235,7 @@ def _kernels(
     addresses = {name: tensor.data_ptr() for name, tensor in {**given, **filled}.items()}
     sizes = {"G": shape.groups, "N": shape.tokens, "D": shape.width}
     top = launches.top_rho_launches(addresses, {**sizes, "count": shape.outliers}, shape.dtype)
-    sizes |= {"R": shape.reserve, "count": shape.diverse, "batch": shape.batch}
+    sizes |= {"R": shape.reserve, "count": shape.diverse, "rounds": shape.rounds}
     diverse = launches.diversity_launches(addresses, sizes, shape.dtype)
     torch.cuda.synchronize()
     both = [*top, *diverse]

@@ -63,6 +63,7 @@ NOT_RUN: dict[str, str] = {
     r"jetson/setup\.sh": SYSTEM,
     r"docker |kubectl |helm ": SYSTEM,
     r"aiperf ": PARTS,
+    r"vllm serve |export VLLM|build/vllm/bin/python ": "needs vLLM: see integrations/vllm/tests/test_engine.py",
     r"serve run ": "it ends when it is interrupted: see tests/runtime/test_ray_serve.py",
     r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,

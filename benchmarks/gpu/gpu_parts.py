@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -94,6 +95,17 @@ def next_to_pytorch(folder: Path) -> Reason:
 def pi0(folder: Path) -> Reason:
     """Check for PyTorch on the GPU, and for the memory of two policies of three billion weights."""
     return large_model(folder) or _missing("torch") or _torch_without_gpu()
+
+
+def next_to_vllm(folder: Path) -> Reason:
+    """Check for an environment with vLLM, which gpu.sh names, and for the memory of its model."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        return "no environment with vLLM was given, as a fourth argument"
+    found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if shutil.which(python) is None or subprocess.run([python, "-c", found], check=False).returncode:
+        return f"there is no vLLM in the environment of '{python}'"
+    return gpu() or _missing("torch", "transformers") or _little_memory(TWO_LARGE_MODELS_GPU_BYTES)
 
 
 def gpu_memory() -> float | None:
@@ -186,6 +198,8 @@ PARTS: dict[str, Callable[[Path], Reason]] = {
     "ort-cuda-llava-1.5-7b": large_model,
     "pytorch-llava-1.5-7b": next_to_pytorch,
     "pytorch-pi0": pi0,
+    "frames": ort_cuda,
+    "vllm-llava-1.5-7b": next_to_vllm,
     "kernels": kernels,
     "gpu-tests": gpu_tests,
     "tensorrt-build": tensorrt,

@@ -18,7 +18,7 @@ from typing import Any
 from gpu_parts import PARTS, nvidia_smi
 from rows_table import rows_table
 
-NEXT_TO_PYTORCH, PI0 = "pytorch-llava-1.5-7b", "pytorch-pi0"
+NEXT_TO_PYTORCH, NEXT_TO_VLLM, PI0 = "pytorch-llava-1.5-7b", "vllm-llava-1.5-7b", "pytorch-pi0"
 PROFILES = ("ort-cuda-llava-1.1b", "ort-cuda-llava-1.5-7b", "tensorrt-profile")
 RUN, FAILED, NOT_THERE = "run", "failed", "not there"
 NOTHING_THERE = 3
@@ -74,9 +74,14 @@ def table(results: Mapping[str, Any]) -> str:
     for name in PROFILES:
         if parts[name]["found"]:
             lines += ["", *_profile_table(name, parts[name]["found"])]
-    for name in (NEXT_TO_PYTORCH, PI0):
+    for name in (NEXT_TO_PYTORCH, NEXT_TO_VLLM, PI0):
         if parts[name]["found"]:
             lines += ["", f"`{name}`:", "", rows_table(parts[name]["found"]).rstrip()]
+    if parts["frames"]["found"]:
+        lines += ["", "| frame | processor | graph ms | host ms | largest difference |", "|---" * 5 + "|"]
+        for row in parts["frames"]["found"]:
+            graph, host = (f"{statistics.median(row[way]):.2f}" for way in ("graph_ms", "host_ms"))
+            lines.append(f"| {row['frame']} | {row['processor']} | {graph} | {host} | {row['difference']:g} |")
     lines += ["", "| target of captured graphs | wanted | found |", "|---|---|---|"]
     lines += [f"| {what} | {wanted} | {found} |" for what, wanted, found in targets(parts)]
     return "\n".join(lines) + "\n"
@@ -144,8 +149,11 @@ def _written(folder: Path, name: str) -> Any:
     if name == "kernels":
         ways: dict[str, list[float]] = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["us"]
         return {way: [statistics.median(times), _p95(times)] for way, times in ways.items()}
-    if name in (NEXT_TO_PYTORCH, PI0):
+    if name in (NEXT_TO_PYTORCH, NEXT_TO_VLLM, PI0):
         return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["ms"]
+    if name == "frames":
+        rows: list[dict[str, Any]] = json.loads((folder / "frames.json").read_text(encoding="utf-8"))
+        return rows
     if name in PROFILES:
         report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         base = report["budgets"]["none"]["ms"]["prefill"]["median"]

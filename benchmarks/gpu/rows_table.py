@@ -1,4 +1,4 @@
-"""The table of `next_to_pytorch.py`. It needs no PyTorch, so that `gpu_results.py` can write it too."""
+"""The table of `next_to_pytorch.py` and `next_to_vllm.py`. It needs neither PyTorch nor this project."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ PARTS = ("ttft", "vision", "prefill", "per_token")
 
 
 def rows_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return medians in ms with the least and the most, as Markdown. `found` has the times of each row, by part."""
+    """Return medians in ms with the least and the most, as Markdown. `found` has the times of each row, by part; of
+    some rows not of all parts.
+    """
     lines = ["| row | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
     for name, times in found.items():
-        cells = (f"{statistics.median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in times.values())
+        spreads = [times.get(part) for part in PARTS]
+        cells = (f"{statistics.median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" if ms else "-" for ms in spreads)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

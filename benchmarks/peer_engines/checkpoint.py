@@ -40,8 +40,8 @@ _PROCESSORS = {
 """transformers' classes for whole prompts and for pictures, by `model_type`."""
 
 
-def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a checkpoint of the shapes in `config` into `folder`, unless it exists.
+def make_checkpoint(folder: Path, config: Mapping[str, Any], *, weights: bool = True) -> None:
+    """Write a checkpoint of the shapes in `config` into `folder`, unless it exists; without `weights`, all but these.
 
     Raises `CheckpointError` for a configuration of no known family, and `UsageError` if `folder` holds a checkpoint
     of another configuration.
@@ -57,7 +57,8 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     partial.mkdir(parents=True)
     _write_json(partial / "config.json", {**config, **_OWN})
     _write_text(partial, config)
-    _write_weights(partial, config)
+    if weights:
+        _write_weights(partial, config)
     partial.rename(folder)
 
 

@@ -43,6 +43,9 @@ _FORMS = {f"ort-cpu {name}": _Way(_BITS[name], name, "ort-cpu") for name in ("fp
 _FORMS["openvino fp32"] = _Way(_BITS["fp32"], "fp32", "openvino", {"compute": "fp32"})
 _FORMS |= {f"ort-cpu+openvino {name}": _Way(_BITS[name], name, "ort-cpu+openvino") for name in ("int8", "int4")}
 _FORMS |= {f"openvino {name}": _Way(_BITS[name], name, "openvino") for name in ("bf16", "int8", "int4")}
+_FORMS["ort-cpu+openvino-prefill int4"] = _Way(_BITS["int4"], "int4", "ort-cpu+openvino-prefill")
+_MERGING = {"llava": ("retain-64+tower",)}
+"""Budgets with an option, besides those of the family, by `model_type`."""
 _VISION = ("preprocess", "vision", "sanitizer", "projector")
 
 
@@ -51,7 +54,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     family = next((row for row in FAMILIES.values() if row.model_type == config["model_type"]), None)
     if family is None:
         raise NotRunError(f"it takes no model of type {config['model_type']}")
-    ways = (UNPRUNED, *family.budgets)
+    ways = (UNPRUNED, *family.budgets, *_MERGING.get(family.model_type, ()))
     return [Form("sinkprune", name, way.bits, ways) for name, way in _FORMS.items() if way.backend in KNOWN]
 
 
@@ -59,9 +62,11 @@ def prepare(form: Form, place: Path) -> None:
     """Export the checkpoint; forms with the same weights share a bundle."""
     weights = _FORMS[form.name].weights
     settings: dict[str, Any] = {} if weights == "fp32" else {"weights": weights}
+    config = read_json(place / "checkpoint", "config.json")
+    settings["budgets"] = tuple(way for way in forms(config)[0].ways if way != UNPRUNED)
     if weights == "int4":
         settings["block_size"] = 128
-    if read_json(place / "checkpoint", "config.json")["model_type"] == "pi0":
+    if config["model_type"] == "pi0":
         settings["max_images"] = CAMERAS
     if not _bundle(form, place).exists():
         try:

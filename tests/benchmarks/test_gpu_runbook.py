@@ -29,6 +29,16 @@ ROWS = {
     "PyTorch float16": {part: [46.0, 45.0, 90.5] for part in PARTS},
     "ort-cuda retain-64": {part: [27.25, 26.0, 42.0] for part in PARTS},
 }
+VLLM = {"vLLM, CUDA graphs": {"ttft": [31.0, 30.0, 35.0], "per_token": [5.0, 4.5, 5.5]}}
+FRAMES = [
+    {
+        "frame": "1920x1080",
+        "processor": "LLaVA, crop",
+        "difference": 0.0,
+        "graph_ms": [0.8, 0.7, 0.9],
+        "host_ms": [15.0] * 3,
+    }
+]
 TESTS = (
     '<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" errors="0" '
     'failures="{failed}" skipped="2" tests="{tests}" time="61.2"><testcase name="a"><skipped type="pytest.skip" '
@@ -42,6 +52,8 @@ case $1 in
     -m) cp "{folder}/gpu-tests.xml" "${{@: -1}}"; echo "2 skipped"; exit {tests_code} ;;
     */sanitizer_kernels.py) cp "{folder}/kernels.json" "$3" ;;
     */next_to_pytorch.py) cp "{folder}/rows.json" "$5" ;;
+    */frames.py) cp "{folder}/frames.json" "${{@: -1}}" ;;
+    */next_to_vllm.py) [ "$3" = --write ] && mkdir "$2" || cp "{folder}/vllm.json" "$4" ;;
     *) echo "unexpected: $*"; exit 9 ;;
 esac
 """
@@ -70,6 +82,8 @@ class Rig:
         (self.folder / "why").mkdir(parents=True)
         shutil.copy(profile, self.folder / "profile.json")
         (self.folder / "kernels.json").write_text(json.dumps(KERNELS))
+        (self.folder / "frames.json").write_text(json.dumps(FRAMES))
+        (self.folder / "vllm.json").write_text(json.dumps({"ms": VLLM}))
         (self.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": ROWS}))
         self.tests(failed=0, tests=12)
         for name, body in _COMMANDS.items():
@@ -91,7 +105,8 @@ class Rig:
     def run(self, *limit: str) -> tuple[int, str, dict[str, Any]]:
         """The exit code, what was printed and results.json."""
         environment = {**os.environ, "PATH": f"{self.folder}:/usr/bin:/bin"}
-        words = ["bash", str(SCRIPT), str(self.out), str(self.folder / "python"), *limit]
+        words = ["bash", str(SCRIPT), str(self.out), str(self.folder / "python"), *(limit or ("600",))]
+        words.append(str(self.folder / "python"))
         done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
         assert done.stderr == ""
         return done.returncode, done.stdout, json.loads((self.out / "results.json").read_text())
@@ -123,6 +138,8 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     assert "| kernels | 61.0 | 75.0 |" in table
     assert table.count("| `retain-64` | 64, ") == 3
     assert "| ort-cuda retain-64 | 27.25 (26.00 to 42.00) | " in table
+    assert "| vLLM, CUDA graphs | 31.00 (30.00 to 35.00) | - | - | 5.00 (4.50 to 5.50) |" in table
+    assert "| 1920x1080 | LLaVA, crop | 0.80 | 15.00 | 0 |" in table
     found = results["parts"]["ort-cuda-llava-1.5-7b"]["found"]["budgets"]
     ms = {name: {part: spread["median"] for part, spread in one["ms"].items()} for name, one in found.items()}
     share = (ms["retain-64"]["sanitizer"] + ms["retain-64"]["select"]) / ms["none"]["prefill"]

@@ -64,11 +64,11 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         "keep-outliers": {"remove_outliers": False},
         "no-diversity": {"diverse": Share(0, 1)},
         "no-sanitizer": {"sanitizer": False},
-        "serial": {"diversity_group_size": 1},
         "visual-keys": {"scores_over": "visual_keys"},
         "compact": {"positions": "compact"},
         "per-frame": {"frames": "apart"},
         "tower": {"tower": "merging"},
+        "bars": {"tower": "bars"},
     }
     assert set(changed) == set(OPTIONS)
     for option, fields in changed.items():
@@ -87,7 +87,7 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         ("retain-64+no-sanitizer", 576, Counts(0, 0, 576, 0, (110, 74, 42))),
         ("retain-64+rho-25", 576, Counts(15, 1, 64, 64, (110, 74, 42))),
         ("retain-64+rho-999", 576, Counts(576, 1, 0, 0, (110, 74, 42))),
-        ("retain-64+raster+serial+compact+visual-keys", 576, LLAVA_576["retain-64"]),
+        ("retain-64+raster+compact+visual-keys", 576, LLAVA_576["retain-64"]),
         ("retain-64+from-retain-128", 576, Counts(6, 1, 128, 128, (110, 74, 42))),
         ("retain-64+from-retain-192+no-diversity", 576, Counts(6, 1, 192, 0, (110, 74, 42))),
     ],

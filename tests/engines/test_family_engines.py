@@ -19,7 +19,10 @@ from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.frames import COLUMNS_FIRST, ROWS_FIRST
+from support.models.clips import INTERNVL_BUDGETS
 from support.models.heads_of_64 import (
+    INTERNVL_CONFIG,
     NEXT_CONFIG,
     OFT_CONFIG,
     OPENVLA_CONFIG,
@@ -40,6 +43,8 @@ NEXT = ("retain-320", "retain-160+raster+visual-keys+compact")
 QWEN = ("prune-66.7", "prune-88.9+raster+visual-keys")
 CLIPS = ("prune-80", "prune-80+per-frame")
 PIXELS = {"max_pixels": 376320}
+# Norms of InternVL's largest tower
+ROWS = {"norm_type": "rms_norm", "use_qk_norm": True, "use_mean_pooling": False}
 
 
 class Family(NamedTuple):
@@ -60,6 +65,15 @@ FAMILIES = {
             "sinkpruner/retain-320/select_after_0 prefill norms": Range((1, 576), (5, 576), (5, 576)),
             # Unpruned, an image on 2x2 tiles has 48 lines of 48 tokens and a newline.
             "decoder_0 prefill hidden": Range((1, 1, 256), (1, 709, 256), (1, 576 + 48 * 49 + 512, 256)),
+        },
+    ),
+    "internvl": Family(
+        {**INTERNVL_CONFIG, "vision_config": {**INTERNVL_CONFIG["vision_config"], **ROWS}},
+        {"budgets": QWEN, "max_frames": 8},
+        {
+            # Twelve tiles and the whole image, of up to half of 16 tokens and a sink by the larger budget
+            "vision prefill pixel_values": Range((1, 3, 112, 112), (13, 3, 112, 112), (13, 3, 112, 112)),
+            "sinkpruner/prune-66.7/select_after_0 prefill visual_index": Range((1,), (13 * 9,), (13 * 9,)),
         },
     ),
     "qwen2-vl": Family(QWEN2_CONFIG, {"budgets": ("prune-77.8", CLIPS[1]), "max_frames": 8, **PIXELS}),
@@ -126,12 +140,12 @@ FAMILIES = {
 def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Path) -> None:
     config, options, ranges = FAMILIES[family]
     bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, **options)
-    target = ("--target", "tensorrt-rtx", "--sm", "89" if family == "qwen3-vl" else "86,89,120")
+    target = ("--target", "tensorrt-rtx", "--sm", "89" if family in ("qwen3-vl", "internvl") else "86,89,120")
     outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
-    assert set(built) == set(bundle.manifest.graphs)
-    assert ("projector" in built) == family.startswith(("llava", "pi0", "openvla"))
+    assert set(built) - {COLUMNS_FIRST, ROWS_FIRST} == set(bundle.manifest.graphs)
+    assert ("projector" in built) == family.startswith(("llava", "pi0", "internvl", "openvla"))
     decoders = [graph for graph in built if graph.startswith("decoder_")]
     with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["prefill"]]
     assert with_deepstack == (["decoder_0"] if family == "qwen3-vl" else [])
@@ -144,6 +158,7 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "dialect", "graphs"),
     [
+        ("internvl", "opset24", ["vision", "projector"]),
         ("qwen2-vl", "opset24", ["vision"]),
         slow(("qwen2-vl", "opset20", ["vision"])),
         ("qwen3-vl", "opset24", ["vision", "decoder_0"]),
@@ -187,6 +202,17 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
         "next",
         {"budgets": NEXT[:1], "max_images": 3},
         [[(224, 224), (224, 224)], [(336, 112), (5, 900)], [(112, 112)]],
+    ),
+    "internvl, video": (
+        "internvl",
+        {"budgets": INTERNVL_BUDGETS, "max_frames": 8},
+        # The texts of more frames would exceed the prompt's limit.
+        [[(99, 99)], [(460, 230)], [(700, 700)], [(5, 900)], [clip((170, 140), 3)], [clip((30, 20), 1)]],
+    ),
+    "internvl, several images": (
+        "internvl3.5",
+        {"budgets": QWEN[:1], "max_images": 2},
+        [[(900, 300), (224, 224)], [(500, 333), (500, 333)], [(99, 99)]],
     ),
     "qwen2-vl": (
         "qwen2-vl",

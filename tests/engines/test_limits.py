@@ -20,7 +20,7 @@ from sinkprune.export.source import ExportRequest
 from support.references.shapes_sent import NEW_TOKENS, ShapesSent
 
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
-METHODS = ("sinkpruner", "sinkpruner-no-sanitizer", "fastervlm", "pyramiddrop", "sparsevlm")
+METHODS = ("sinkpruner", "sinkpruner-no-sanitizer", "fastervlm", "tops", "sparsevlm")
 
 
 @pytest.fixture(scope="module")

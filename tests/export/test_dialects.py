@@ -26,12 +26,13 @@ from support.models.graphs import Array, Run, loaded
 from support.programs.slow_cases import slow_except
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
-BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
+BUDGETS = ("retain-64", "retain-32+raster+visual-keys+compact")
 # Checkpoint, budgets, and how many images a prompt may have
 KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "llava": ("gqa-112", BUDGETS, 1),
     "llava, several images": ("gqa-112", ("retain-64+visual-keys",), 2),
     "llava-next": ("next-mistral", ("retain-320", "retain-160+raster+visual-keys+compact"), 1),
+    "internvl": ("internvl3.5", ("prune-66.7", "prune-88.9+raster+visual-keys+compact"), 1),
     "qwen2.5-vl": ("qwen", ("prune-66.7", "prune-88.9+raster+visual-keys"), 1),
     "qwen2-vl, several images": ("qwen2-vl", ("prune-80",), 2),
     "qwen3-vl": ("qwen3-vl", ("prune-80",), 1),

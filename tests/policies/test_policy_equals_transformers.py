@@ -27,7 +27,7 @@ BUDGETS = (
     "prune-77.8+drop-sink",
     "prune-77.8+keep-outliers",
     "prune-80+no-sanitizer",
-    "prune-88.9+serial+raster+visual-keys",
+    "prune-88.9+raster+visual-keys",
 )
 
 

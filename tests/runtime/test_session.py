@@ -141,7 +141,7 @@ def test_with_quantised_weights(weights: WeightsName, bundle: Callable[..., Path
     ("name", "budget"),
     slow_except(
         [(name, "prune-66.7") for name in QWENS] + [("next-mistral", "none")],
-        [*((name, budget) for name in QWENS for budget in ("none", "prune-66.7"))]
+        [*((name, budget) for name in (*QWENS, "internvl") for budget in ("none", "prune-66.7"))]
         + [("next-mistral", budget) for budget in ("none", "retain-320")],
     ),
 )

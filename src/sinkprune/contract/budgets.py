@@ -11,7 +11,7 @@ A family is a `FamilyRow`. It names two classes, which are imported with the fam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -36,6 +36,18 @@ class Share:
         if self.numerator == 0:
             return 0
         return max(1, tokens * self.numerator // self.denominator)
+
+
+MOST_AT_ONCE = 16
+"""The most diverse tokens of a round."""
+
+
+def diversity_group(count: int, rounds: int) -> int:
+    """Return b: how many of `count` diverse tokens a round chooses, without comparing them with each other.
+
+    There are at least `rounds` rounds, or one for each token if there are fewer.
+    """
+    return max(1, min(MOST_AT_ONCE, count // rounds))
 
 
 @dataclass(frozen=True)
@@ -75,8 +87,8 @@ class Budget:
     """K_s: visual tokens of a picture that survive each text-guided stage."""
     outlier_per_mille: Annotated[int, Bounds(0, 1000)] = 10
     """rho: high-norm tokens of a group, rounded up."""
-    diversity_group_size: Size = 16
-    """b: how many diverse tokens are chosen at once, without comparing them with each other."""
+    diversity_rounds: Size = 8
+    """The least rounds that choose diverse tokens; see `diversity_group`."""
     sanitizer: bool = True
     """Whether tokens are dropped before the LLM at all."""
     remove_outliers: bool = True
@@ -89,9 +101,9 @@ class Budget:
     """Whether survivors of a stage keep their position ids or are renumbered."""
     frames: Literal["together", "apart"] = "together"
     """Whether the frames of a clip form one group or one group each."""
-    tower: Literal["merging"] | None = field(default=None, metadata=OPTIONAL)
-    """Whether the vision tower merges similar tokens, of which the graphs then keep as many as of all tokens."""
-
+    tower: Literal["merging", "bars"] | None = field(default=None, metadata=OPTIONAL)
+    """`merging` for a vision tower that merges similar tokens: the graphs keep as many as of all tokens. `bars` for
+    one without the tokens on a picture's bars: the graphs keep the shares of the others."""
     queries: Literal["actions"] | None = field(default=None, metadata=OPTIONAL)
     """Whether stages read the attention of the rows that become actions, and not of the text."""
 
@@ -134,7 +146,7 @@ QWEN_BUDGETS = {
     "prune-80": _row(1000, 400, 50, 300, 200, 120),
     "prune-88.9": _row(1000, 200, 50, 180, 110, 60),
 }
-"""Budgets of families whose images differ in their number of tokens, per mille."""
+"""Budgets of families whose images differ in their number of tokens or tiles, per mille."""
 
 OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "raster": lambda budget: replace(budget, order="raster"),
@@ -142,12 +154,12 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "keep-outliers": lambda budget: replace(budget, remove_outliers=False),
     "no-diversity": lambda budget: replace(budget, diverse=Share(0, 1)),
     "no-sanitizer": lambda budget: replace(budget, sanitizer=False),
-    "serial": lambda budget: replace(budget, diversity_group_size=1),
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
-    "tower": lambda budget: replace(budget, tower="merging"),
     "action-rows": lambda budget: replace(budget, queries="actions"),
+    "tower": lambda budget: _with_tower(budget, "merging"),
+    "bars": lambda budget: _with_tower(budget, "bars"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
 adds those with a number or a name."""
@@ -174,6 +186,12 @@ def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budg
             + f" rho-N: N per mille, from 1 to 999. from-BUDGET: the sanitizer of {', '.join(others)}."
         )
     return replace(budget, outlier_per_mille=int(found[1]))
+
+
+def _with_tower(budget: Budget, tower: Literal["merging", "bars"]) -> Budget:
+    if budget.tower not in (None, tower):
+        raise BudgetError("options 'tower' and 'bars' are for a tower each. Leave one of them out.")
+    return replace(budget, tower=tower)
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:
@@ -229,6 +247,8 @@ class FamilyRow:
     folder: str | None = None
     """The function that reads folders which have more than transformers' files, as in `package.module:function`: a
     `sinkprune.export.checkpoint.folder.ReadFolder`. None for other families."""
+    also: Sequence[str] = ()
+    """Other values of `model_type` and `architectures` for the same configuration."""
 
 
 def _family(
@@ -238,9 +258,11 @@ def _family(
     runtime: str,
     budgets: Mapping[str, Budget],
     folder: str | None = None,
+    also: Sequence[str] = (),
 ) -> FamilyRow:
     modules = f"sinkprune.export.families.{export}", f"sinkprune.runtime.families.{runtime}"
-    return FamilyRow(model_type, architecture, *modules, budgets, folder and f"sinkprune.export.checkpoint.{folder}")
+    reads = folder and f"sinkprune.export.checkpoint.{folder}"
+    return FamilyRow(model_type, architecture, *modules, budgets, reads, also)
 
 
 LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", LLAVA_BUDGETS)
@@ -255,7 +277,18 @@ QWEN2_5_VL = _family(
     "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
 )
 QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
-QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", QWEN_BUDGETS)
+QWEN3_VL = _family(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    "qwen3_vl:Qwen3VL",
+    "qwen:Qwen3VL",
+    QWEN_BUDGETS,
+    # The part of Cosmos3 that answers.
+    also=("cosmos3_omni", "cosmos3", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
+)
+INTERNVL = _family(
+    "internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL", QWEN_BUDGETS
+)
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
 _OPENVLA = "OpenVLAForActionPrediction"
@@ -293,11 +326,15 @@ TOWER = "vision"
 """The graph of the vision tower."""
 MERGING_TOWER = "vision+tower"
 """The vision tower that merges similar tokens, with the weights of `vision`."""
+BARLESS_TOWER = "vision+bars"
+"""The vision tower that leaves out the tokens on a picture's bars, with the weights of `vision`."""
+OTHER_TOWERS = {"merging": MERGING_TOWER, "bars": BARLESS_TOWER}
+"""The towers of budgets with one of their own, by `Budget.tower`."""
 
 
 def is_tower(graph: str) -> bool:
     """Return whether a graph is a vision tower."""
-    return graph in (TOWER, MERGING_TOWER)
+    return graph in (TOWER, *OTHER_TOWERS.values())
 
 
 AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
@@ -321,12 +358,12 @@ class Plan:
     counts: Counts | None
     """The token counts of one group; None if images differ in their number of visual tokens."""
     shares: Budget | None
-    """The shares that the graphs keep, if images differ in their number of visual tokens. They are the budget's own,
-    or those by which another method meets the budget's mean. None if there are `counts`."""
+    """The shares that the graphs keep, if images differ in the tokens that the plan's tower gives. They are the
+    budget's own, or those by which another method meets the budget's mean. None if there are `counts`."""
     heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
     """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
     tower: str | None = field(default=None, metadata=OPTIONAL)
-    """The tower that runs in the place of `vision`, and merges tokens, of which `counts` are; None for `vision`."""
+    """The tower that runs in the place of `vision`, whose tokens `counts` or `shares` are of; None for `vision`."""
     queries: Literal["actions"] | None = field(default=None, metadata=OPTIONAL)
     """Whether stages read the attention of the rows that become actions, and not of the text."""
 

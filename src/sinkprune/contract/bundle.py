@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sinkprune.contract.budgets import FAMILIES, MERGING_TOWER, TOWER, Budget, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, FAMILIES, OTHER_TOWERS, TOWER, Budget, Plan, is_tower
 from sinkprune.contract.checks import Bounds, Count, Few, Size
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.folders import recover
@@ -277,7 +277,7 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     selections = [graph for _, plan in plans for graph in plan.graphs]
     towers = [TOWER, *(plan.tower for _, plan in plans if plan.tower is not None)]
     if not all(map(is_tower, towers)):
-        yield f"runs the vision towers {', '.join(towers)}, expected {TOWER} or {MERGING_TOWER}"
+        yield f"runs the vision towers {', '.join(towers)}, expected {' or '.join((TOWER, *OTHER_TOWERS.values()))}"
     used = dict.fromkeys([*towers, *projector, *decoders, manifest.last_graph, *manifest.policy_graphs, *selections])
     for graph in used:
         if graph not in manifest.graphs:
@@ -296,7 +296,7 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
 
 
 def _complaints_of_plan(manifest: Manifest, what: str, plan: Plan) -> Iterator[str]:
-    has_shares = manifest.any_resolution
+    has_shares = manifest.any_resolution or plan.tower == BARLESS_TOWER
     kept, other = (plan.shares, plan.counts) if has_shares else (plan.counts, plan.shares)
     if kept is None or other is not None:
         yield f"{what} must have {'shares and no counts' if has_shares else 'counts and no shares'}"

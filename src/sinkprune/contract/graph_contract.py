@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from sinkprune.contract.budgets import TOWER, Plan
+from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, Plan
 from sinkprune.contract.manifest import (
     ACTION_HEAD,
     EXPERT,
@@ -68,8 +68,12 @@ class _Interfaces:
         yield TOWER, manifest.graphs[TOWER].inputs, self._features(self._tokens)
         towers = {plan.tower: plan for plans in manifest.plans.values() for plan in plans.values() if plan.tower}
         for tower, plan in towers.items():
-            merged = TensorSpec("merged", "int64", (None, self._tokens))
-            yield tower, manifest.graphs[TOWER].inputs, [*self._features(manifest.tokens_of(plan)), merged]
+            takes, gives = [*manifest.graphs[TOWER].inputs], self._features(self._tokens_of(plan))
+            if tower == BARLESS_TOWER:
+                takes.append(TensorSpec("places", "int64", (None, None)))
+            else:
+                gives.append(TensorSpec("merged", "int64", (None, self._tokens)))
+            yield tower, takes, gives
         if manifest.projector:
             embeddings = self._floats("embeddings", None, None, lm.hidden_size)
             yield manifest.projector, [self._floats("tokens", None, None, self._width)], [embeddings]
@@ -131,7 +135,7 @@ class _Interfaces:
 
     def _of_plan(self, plan: Plan) -> Iterator[_Interface]:
         """Yield the interfaces of the graphs of a plan."""
-        width, tokens = self._lm.hidden_size, self._manifest.tokens_of(plan) if plan.tower else self._tokens
+        width, tokens = self._lm.hidden_size, self._tokens_of(plan)
         features = self._features(tokens)
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
@@ -148,6 +152,11 @@ class _Interfaces:
         left = [*self._rows("_out"), *_index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, given, left
+
+    def _tokens_of(self, plan: Plan) -> Any:
+        if plan.tower == BARLESS_TOWER:
+            return None
+        return self._manifest.tokens_of(plan) if plan.tower else self._tokens
 
     def _features(self, tokens: Any) -> list[TensorSpec]:
         """Return the outputs of a tower that gives so many tokens of each group."""

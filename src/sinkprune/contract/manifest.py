@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import TOWER, UNPRUNED, Budget, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, UNPRUNED, Budget, Plan, is_tower
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
@@ -35,7 +35,7 @@ class SquareTower:
     image_size: Side
     """Pixels along a side of the picture."""
     patch_size: Side
-    """Pixels along a side of a patch; a patch is a visual token."""
+    """Pixels along a side of a patch."""
     layer_norm_eps: float
     activation: str
     tokens: Annotated[int, Bounds(1, 1 << 14)]
@@ -46,10 +46,28 @@ class SquareTower:
         """Return the number of patches of one visual token."""
         return 1
 
+    @property
+    def patches(self) -> int:
+        """Return the number of patches of a picture."""
+        return self.tokens * self.patches_per_token
+
 
 @dataclass(frozen=True)
 class ViTTower(SquareTower):
     """CLIP's vision transformer up to its feature layer, on square crops: LLaVA-1.5 and LLaVA-NeXT."""
+
+
+@dataclass(frozen=True)
+class InternVLTower(ViTTower):
+    """InternVL's vision transformer on square tiles: `merge_size`**2 patches to a visual token."""
+
+    merge_size: Side
+    """Patches along a side of a visual token."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Return the number of patches of one visual token."""
+        return self.merge_size**2
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,7 @@ class Qwen3Tower(QwenTower):
     (DeepStack), the first block's after layer 0."""
 
 
-Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower | FusedTower
+Tower = ViTTower | InternVLTower | QwenTower | Qwen3Tower | SiglipTower | FusedTower
 """The facts of any tower; the fields identify the kind."""
 
 
@@ -184,6 +202,27 @@ class TileSettings(SquareSettings):
     """Conversion of an image to several squares."""
 
     image_grid_pinpoints: Pinpoints
+
+
+Tiles = Annotated[int, Bounds(1, 64)]
+"""A number of squares that an image is cut into."""
+
+
+class ClipSettings(PixelSettings):
+    """Conversion of a clip's frames to squares."""
+
+    max_frames: Frames
+
+
+class _Clip(TypedDict, total=False):
+    video: ClipSettings | None
+
+
+class GridSettings(PixelSettings, _Clip):
+    """Conversion of an image to a grid of squares, and with `video` of a clip's frames to one square each."""
+
+    min_patches: Tiles
+    max_patches: Tiles
 
 
 class VideoSettings(TypedDict):
@@ -372,7 +411,7 @@ class Manifest:
 
     def tokens_of(self, plan: Plan) -> int:
         """Return the number of tokens of a group that the tower of a `plan` gives, at most."""
-        if plan.tower is None:
+        if plan.tower in (None, BARLESS_TOWER):
             return self.most_visual_tokens
         sizes = (size for one in self.graphs[plan.tower].outputs if one.name == "norms" for size in one.shape[1:])
         return next((size for size in sizes if isinstance(size, int)), 0)

@@ -182,7 +182,7 @@ def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Seque
     if own.plan is not None and own.plan.tower is not None:
         raise BudgetError(
             f"deadlines choose a budget after the vision tower, and '{budget}' has a tower of its own (option "
-            "'tower'). Give a budget without that option, or no deadline."
+            f"'{own.plan.tower.removeprefix('vision+')}'). Give a budget without that option, or no deadline."
         )
     most, plans = own.size(layers), manifest.plans[method]
     names = [UNPRUNED, *(name for name, plan in plans.items() if plan.tower is None)]
@@ -282,7 +282,7 @@ def vit_flops(tower: SquareTower, rows: int, merges: Mapping[int, int]) -> int:
     `merges` are the rows that blocks merge, between their attention and their MLP.
     """
     d, m = tower.hidden_size, tower.intermediate_size
-    flops = 2 * tower.tokens * 3 * tower.patch_size**2 * d
+    flops = 2 * tower.patches * 3 * tower.patch_size**2 * d
     for block in range(tower.num_blocks):
         flops += 2 * (4 * rows * d * d + 2 * rows * rows * d)
         rows -= merges.get(block, 0)

@@ -52,13 +52,12 @@ from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.comparing import Gate
 from sinkprune.engines.preflight import check_memory, disk_bytes, need_and_free
-from sinkprune.engines.profiles import frame_profiles, optimisation_profiles
+from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles, small_profiles
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm
+from sinkprune.runtime.frames import FrameForm
 
 _ENGINES = "engines"
 _BUILDING = "building"
@@ -170,6 +169,7 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
 
 # The gate's folder in that of an unfinished build.
 _RECORDING = "recording"
+_SMALL = "small"
 # A disk with less free space is full: other programs write too, and file systems reserve some.
 _FULL_BYTES = 4 << 20
 _WAY_OUT = "build a bundle with fewer methods and budgets"
@@ -205,8 +205,8 @@ def build_engines(
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}
-    form = load_family(bundle.manifest).frame_form() if builder.prepares_frames else None
-    total = len(profiles) + len(form.graphs if form else ())
+    small = SmallGraphs.of(bundle.manifest) if builder.small_graphs else SmallGraphs({}, {})
+    total = len(profiles) + len(small.graphs)
     plan = EnginesManifest(
         format_version=FORMAT_VERSION,
         sinkprune_version=version("sinkprune"),
@@ -235,8 +235,7 @@ def build_engines(
                 gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
             try:
                 _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
-                if form is not None:
-                    _build_frames(form, work, builder, progress)
+                _build_small(small, work, builder, progress)
             except SinkpruneError as error:
                 if not work.manifest.engines:
                     raise
@@ -323,20 +322,20 @@ def _build(
                 bundle.files[name].remove()
 
 
-def frame_jobs(form: FrameForm, folder: Path) -> Iterator[BuildJob]:
-    """Yield a job for each of a family's graphs of frames, whose files are written to `folder`."""
-    for name, profiles in frame_profiles(form).items():
-        path, spec = folder / f"{name}.onnx", form.graphs[name].spec(f"{name}.onnx")
-        path.write_bytes(form.graphs[name].model())
+def small_jobs(small: FrameForm | SmallGraphs, folder: Path) -> Iterator[BuildJob]:
+    """Yield a job for each of these graphs, whose files are written to `folder`."""
+    for name, profiles in small_profiles(small).items():
+        path, spec = folder / f"{name}.onnx", small.graphs[name].spec(f"{name}.onnx")
+        path.write_bytes(small.graphs[name].model())
         held = {path.name: HeldFile(path, EnginesError)}
         yield BuildJob(Model(name, spec, path.name, held, 0), profiles, exact_fp32=True)
 
 
-def _build_frames(form: FrameForm, work: UnfinishedBuild, builder: Builder, progress: BuildProgress) -> None:
-    """Build the engines of a family's graphs of frames. No gate compares them, because their sums are exact."""
-    folder = work.place / COLUMNS_FIRST
+def _build_small(small: SmallGraphs, work: UnfinishedBuild, builder: Builder, progress: BuildProgress) -> None:
+    """Build the engines of small graphs. No gate compares them, because they are exact."""
+    folder = work.place / _SMALL
     folder.mkdir(exist_ok=True)
-    for job in frame_jobs(form, folder):
+    for job in small_jobs(small, folder):
         name, done = job.model.graph, len(work.manifest.engines)
         if name in work.manifest.engines:
             continue

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import Plan, is_tower
+from sinkprune.contract.budgets import TOWER, Plan, is_tower
 from sinkprune.contract.bundle import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.checks import WholeNumber, counted
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
+from sinkprune.runtime.backends.onnx_writer import GraphWriter
+from sinkprune.runtime.backends.small_graphs import graphs_of
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.frames import FrameForm
 
@@ -118,11 +120,36 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
     return {graph: _of_graph(graph, manifest, limits, pictures) for graph in manifest.graphs}
 
 
-def frame_profiles(form: FrameForm) -> dict[str, OptimisationProfiles]:
-    """Return the optimisation profiles of a family's graphs of frames, by graph: one for frames of any usual size."""
-    sizes = {name: _Span(*span) for name, span in form.sizes.items()}
+class SmallGraphs(NamedTuple):
+    """Graphs that the runtime writes itself."""
+
+    graphs: Mapping[str, GraphWriter]
+    """By their names."""
+    sizes: Mapping[str, tuple[int, int, int]]
+    """The smallest, usual and largest size of each dimension that differs."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SmallGraphs:
+        """Return those that a bundle needs: its family's graphs of frames, if any, and others."""
+        family = load_family(manifest)
+        form, largest = family.frame_form(), [*family.largest().values()]
+        usual, most = largest[0].tokens, max(layout.all_tokens for layout in largest)
+        width = max(int(output.shape[-1]) for output in manifest.graphs[TOWER].outputs if len(output.shape) > 2)
+        sizes = {
+            "E": (1, usual * width, most * width),
+            "P": (1, usual, most),
+            "G": (1, 1, max(layout.groups for layout in largest)),
+            "n": (1, max(1, usual // 4), most),
+        }
+        frames = cls(form.graphs, form.sizes) if form else cls({}, {})
+        return cls({**frames.graphs, **graphs_of(manifest)}, {**frames.sizes, **sizes})
+
+
+def small_profiles(small: FrameForm | SmallGraphs) -> dict[str, OptimisationProfiles]:
+    """Return the optimisation profiles of graphs that the runtime writes itself: one for all usual sizes of each."""
+    sizes = {name: _Span(*span) for name, span in small.sizes.items()}
     return {
-        name: {"prefill": _ranges(name, graph.spec(f"{name}.onnx"), sizes)} for name, graph in form.graphs.items()
+        name: {"prefill": _ranges(name, graph.spec(f"{name}.onnx"), sizes)} for name, graph in small.graphs.items()
     }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import MERGING_TOWER, TOWER, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, OTHER_TOWERS, TOWER, Plan, is_tower
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
@@ -94,11 +94,12 @@ def export_bundle(
             needs(memory, needed)
             export.expected = _whole(family, shallow, lambda graph: graph.values) + _table_size(family)
             graphs = {}
+            others = dict.fromkeys(OTHER_TOWERS[plan.kept.tower] for plan in plans_of_all if plan.kept.tower)
             for graph in export.weight_graphs(decoder_segments(cut_after, lm.num_layers)):
                 graphs[graph.name] = graph.save(root, f"graphs/{graph.name}.onnx")
-                if graph.name == TOWER and any(plan.kept.tower for plan in plans_of_all):
-                    merging = export.merging_tower()
-                    graphs[merging.name] = merging.save_with_weights_of(graph, root, f"graphs/{merging.name}.onnx")
+                for name in others if graph.name == TOWER else ():
+                    other = export.other_tower(name)
+                    graphs[name] = other.save_with_weights_of(graph, root, f"graphs/{name}.onnx")
             plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
             for method, by_budget in planned.items():
                 for name, plan in by_budget.items():
@@ -172,7 +173,10 @@ class _Export:
             causal=family.causal,
             action_rows=source.policy is not None and source.policy.rows is not None,
             heads=request.heads.of(family.language_model) if request.heads else {},
-            merged=sum(merges_of(tower).values()) if family.merging_tower and isinstance(tower, SquareTower) else 0,
+            merged=sum(merges_of(tower).values())
+            if MERGING_TOWER in family.other_towers and isinstance(tower, SquareTower)
+            else 0,
+            padded=BARLESS_TOWER in family.other_towers,
         )
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
@@ -182,12 +186,10 @@ class _Export:
             write(graph)
             yield graph
 
-    def merging_tower(self) -> WeightedGraph:
-        """Build the tower that merges tokens."""
-        graph, write = self._new_graph(MERGING_TOWER), self._source.family.merging_tower
-        if write is None:
-            raise ValueError("the tower cannot merge")
-        write(graph)
+    def other_tower(self, name: str) -> WeightedGraph:
+        """Build the form `name` of the tower."""
+        graph = self._new_graph(name)
+        self._source.family.other_towers[name](graph)
         return graph
 
     def _new_graph(self, name: str) -> WeightedGraph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from sinkprune.contract.budgets import FAMILIES, MERGING_TOWER, UNPRUNED, Budget, Plan, parse_budget
+from sinkprune.contract.budgets import FAMILIES, OTHER_TOWERS, UNPRUNED, Budget, Plan, parse_budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.export.methods import load_method
@@ -41,8 +41,8 @@ def plan_graphs(
     builders = {name: load_method(name) for name in methods}
     if not facts.joined and any(budget.frames == "apart" for budget in budgets.values()):
         raise BudgetError(
-            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
-            "takes video with a larger --max-frames."
+            "option 'per-frame' is for models that sanitise several groups of a clip's frames as one. Leave it out, "
+            "or give such a model a larger --max-frames."
         )
     if facts.language_model.rope_sections and any(budget.positions == "compact" for budget in budgets.values()):
         raise BudgetError(
@@ -107,7 +107,7 @@ def save_plan(
     }
     sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
     selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-    facts, tower = facts.after_tower(built.kept), MERGING_TOWER if built.kept.tower else None
+    facts, tower = facts.after_tower(built.kept), OTHER_TOWERS[built.kept.tower] if built.kept.tower else None
     counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
     shares = None if counts else built.kept
     heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None

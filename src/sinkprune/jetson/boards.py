@@ -70,7 +70,10 @@ class PresetFacts:
 
 @cache
 def read_presets() -> dict[str, PresetFacts]:
-    return {name: from_json(PresetFacts, data, f"$.{name}") for name, data in read_json(_PRESETS_FILE).items()}
+    """Return the facts by name. In the file, a name in the place of facts is the preset that has the same."""
+    found = read_json(_PRESETS_FILE)
+    facts = {name: found[data] if isinstance(data, str) else data for name, data in found.items()}
+    return {name: from_json(PresetFacts, data, f"$.{name}") for name, data in facts.items()}
 
 
 def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Manifest:

@@ -225,11 +225,13 @@ class _ChunkBudgets(Budgets):
 
 
 class _AllCameras(Rows):
-    """One call of the tower for all cameras."""
+    """One call of the tower for all cameras, or for each where they differ in tokens."""
 
     def towers(
         self, chain: Chain, plan: Plan | None, pictures: Sequence[TowerInput], clock: Stopwatch
     ) -> list[TowerOutput]:
+        if len({picture.layout.tokens for picture in pictures}) > 1:
+            return super().towers(chain, plan, pictures, clock)
         tower = run_tower(chain, joined_inputs([picture.inputs for picture in pictures]), clock, plan)
         return of_each_group(chain.backend, tower)
 

@@ -57,7 +57,7 @@ def test_every_kernel_is_shipped_for_every_type_and_sm_in_little_space() -> None
 def test_parameters_of_kernels_are_those_of_launches() -> None:
     names = ("norms", "tokens", "sink", "outlier", "candidate", "reserved", "chosen", "workspace")
     addresses = {name: 16 * place for place, name in enumerate(names, 1)}
-    sizes = {"G": 2, "N": 50, "D": 64, "R": 3, "count": 20, "batch": 16}
+    sizes = {"G": 2, "N": 50, "D": 64, "R": 3, "count": 20, "rounds": 1}
     top = launches.top_rho_launches(addresses, sizes, "float16")
     phases = launches.diversity_launches(addresses, sizes, "float16")
     given = {launch.kernel: launch.arguments for launch in (*top, *phases)}

@@ -65,16 +65,16 @@ def spread(rng: np.random.Generator, n: int, width: int) -> Array:
 
 
 def assert_diverse(
-    run: Runner, tokens: torch.Tensor, candidate: Array, reserved: Array, count: int, batch: int
+    run: Runner, tokens: torch.Tensor, candidate: Array, reserved: Array, count: int, rounds: int
 ) -> None:
     """Compare with the reference, group by group; `candidate` [G,N] bool, `reserved` [G,R]."""
     case = kernel_runs.diversity(
-        tokens, torch.from_numpy(candidate), torch.from_numpy(reserved.astype(np.int64)), count, batch
+        tokens, torch.from_numpy(candidate), torch.from_numpy(reserved.astype(np.int64)), count, rounds
     )
     chosen = run(case)["chosen"].tolist()
     for group, rows in enumerate(tokens.to(torch.float64).numpy()):
         allowed = np.flatnonzero(candidate[group]).tolist()
-        expected = reference.diversity(rows, allowed, reserved[group].tolist(), count, batch)
+        expected = reference.diversity(rows, allowed, reserved[group].tolist(), count, rounds)
         assert chosen[group] == sorted(expected)
 
 
@@ -117,19 +117,18 @@ def test_ties_in_norm_go_to_the_lower_index(run: Runner, norms: list[float], dat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "groups", "n", "width", "reserves", "count", "batch"),
+    ("dtype", "groups", "n", "width", "reserves", "count", "rounds"),
     [
-        pytest.param("float32", 1, 1, 1, 0, 1, 16, id="one token"),
-        pytest.param("float16", 1, 5, 2, 0, 5, 16, id="nothing reserved, all chosen"),
-        pytest.param("bfloat16", 2, 40, 20, 3, 5, 16, id="fewer than a batch"),
-        pytest.param("float32", 1, 33, 64, 33, 18, 16, id="all reserved, and candidates still"),
-        pytest.param("bfloat16", 1, 45, 70, 35, 7, 4, id="more reserved than a tile, a last round cut short"),
-        pytest.param("float16", 1, 37, 16, 1, 3, 1, id="serial"),
-        pytest.param("float32", 1, 70, 33, 2, 40, 20, id="a batch of more than a tile"),
+        pytest.param("float32", 1, 1, 1, 0, 1, 1, id="one token"),
+        pytest.param("float16", 1, 5, 2, 0, 5, 1, id="nothing reserved, all chosen"),
+        pytest.param("bfloat16", 2, 40, 20, 3, 5, 1, id="fewer than the most at once"),
+        pytest.param("float32", 1, 33, 64, 33, 18, 1, id="all reserved, and candidates still"),
+        pytest.param("bfloat16", 1, 45, 70, 35, 7, 2, id="more reserved than a tile, a last round cut short"),
+        pytest.param("float16", 1, 37, 16, 1, 3, 8, id="one token a round"),
     ],
 )
 def test_diversity_select(
-    run: Runner, dtype: str, groups: int, n: int, width: int, reserves: int, count: int, batch: int
+    run: Runner, dtype: str, groups: int, n: int, width: int, reserves: int, count: int, rounds: int
 ) -> None:
     rng = np.random.default_rng(n)
     tokens = torch.from_numpy(np.stack([few_values(rng, n, width) for _ in range(groups)])).to(getattr(torch, dtype))
@@ -137,14 +136,14 @@ def test_diversity_select(
     candidate = np.stack(
         [np.isin(np.arange(n), rng.choice(n, (n + count) // 2, replace=False)) for _ in range(groups)]
     )
-    assert_diverse(run, tokens, candidate, reserved, count, batch)
+    assert_diverse(run, tokens, candidate, reserved, count, rounds)
 
 
 def test_the_farthest_is_chosen_where_no_two_are_alike(run: Runner) -> None:
     rng = np.random.default_rng(3)
     tokens = torch.from_numpy(np.stack([spread(rng, 31, 24) for _ in range(2)])).float()
     candidate = np.arange(31)[None] % 7 != np.array([[0], [3]])
-    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 8, 4)
+    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 8, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,7 +154,7 @@ def test_rows_of_every_magnitude(run: Runner, dtype: torch.dtype) -> None:
     rows = np.sign(few_values(rng, 30, 6)) * 2.0**exponents
     tokens = torch.from_numpy(rows)[None].to(dtype)
     assert torch.isfinite(tokens).all()
-    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 7, 4)
+    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 7, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,21 +163,21 @@ def test_equal_rows_tie_wherever_they_stand(run: Runner, dtype: torch.dtype) -> 
     # Three rows, over and over, in another order in each block of rows; long, so that sums round.
     rows = rng.normal(size=(3, 200))[rng.integers(0, 3, 67)]
     tokens = torch.from_numpy(rows)[None].to(dtype)
-    assert_diverse(run, tokens, np.ones((1, 67), bool), np.array([[17]]), 30, 16)
+    assert_diverse(run, tokens, np.ones((1, 67), bool), np.array([[17]]), 30, 1)
 
 
 def test_rows_like_one_that_is_kept_are_as_good_as_each_other(run: Runner) -> None:
     # A third of a row is no power of two of it, so their cosine rounds to either side of 1.
     kept = np.random.default_rng(7).normal(size=(8, 5))
     tokens = torch.from_numpy(np.concatenate([kept, kept / 3, kept / 7]))[None].float()
-    assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 8)
+    assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 1)
 
 
 def test_two_chunks_of_tokens(run: Runner) -> None:
     rng = np.random.default_rng(8)
     tokens = torch.from_numpy(few_values(rng, 1060, 4)[None]).half()
     candidate = (np.arange(1060) > 1000)[None]
-    assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 16)
+    assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 1)
 
 
 @pytest.mark.slow
@@ -187,12 +186,12 @@ def test_the_most_tokens_there_may_be(run: Runner) -> None:
     n = 1 << 15
     tokens = torch.from_numpy(rng.choice([-2.0, -1.0, 0.0, 1.0], (1, n, 1))).half()
     assert_top(run, tokens, rng.integers(0, 99, (1, n)), -(-n // 100))
-    assert_diverse(run, tokens, rng.random((1, n)) < 0.5, rng.integers(n - 9, n, (1, 3)), 20, 20)
+    assert_diverse(run, tokens, rng.random((1, n)) < 0.5, rng.integers(n - 9, n, (1, 3)), 20, 1)
 
 
-@given(data=st.data(), n=st.integers(1, 36), batch=st.integers(4, 18), seed=st.integers(0, 2**32 - 1))
+@given(data=st.data(), n=st.integers(1, 36), rounds=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 @AGAIN
-def test_any_small_case(run: Runner, data: st.DataObject, n: int, batch: int, seed: int) -> None:
+def test_any_small_case(run: Runner, data: st.DataObject, n: int, rounds: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     candidate = rng.random((1, n)) < 0.7
     candidate[0, rng.integers(n)] = True
@@ -200,14 +199,14 @@ def test_any_small_case(run: Runner, data: st.DataObject, n: int, batch: int, se
     reserved = rng.choice(n, (1, data.draw(st.integers(0, n), label="reserves")), replace=False)
     count = data.draw(st.integers(1, int(candidate.sum())), label="count")
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
-    assert_diverse(run, tokens.to(dtype), candidate, reserved, count, batch)
+    assert_diverse(run, tokens.to(dtype), candidate, reserved, count, rounds)
 
 
 @pytest.mark.parametrize("dtype", slow_except({"float16"}, ["float32", "float16"]))
 def test_the_function_bodies_in_onnx_runtime_agree(run: Runner, dtype: str) -> None:
     rng = np.random.default_rng(9)
     n, width = 31, 36
-    shape = sanitizer_kernels.Shape(groups=2, tokens=n, width=width, reserve=5, diverse=6, batch=4, dtype=dtype)
+    shape = sanitizer_kernels.Shape(groups=2, tokens=n, width=width, reserve=5, diverse=6, rounds=2, dtype=dtype)
     tokens = np.stack([few_values(rng, n, width), spread(rng, n, width) * 8]).astype(dtype)
     norms = rng.integers(0, 3, (2, n)).astype(np.float32)
     reserved = np.stack([rng.choice(n, shape.reserve, replace=False) for _ in range(2)])
@@ -218,5 +217,5 @@ def test_the_function_bodies_in_onnx_runtime_agree(run: Runner, dtype: str) -> N
     np.testing.assert_array_equal(top["outlier"].bool().numpy(), expected["outlier"])
     np.testing.assert_allclose(top["sink"].numpy(), expected["sink"], rtol=2e-3, atol=2e-3)
     arrays = (torch.from_numpy(array) for array in (tokens, candidate, reserved))
-    chosen = run(kernel_runs.diversity(*arrays, shape.diverse, shape.batch))["chosen"]
+    chosen = run(kernel_runs.diversity(*arrays, shape.diverse, shape.rounds))["chosen"]
     np.testing.assert_array_equal(chosen.numpy(), expected["chosen"])

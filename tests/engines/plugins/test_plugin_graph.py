@@ -66,7 +66,7 @@ def test_nodes_are_named_for_the_parser(model: onnx.ModelProto, version: tuple[i
     assert attributes(node_of(fitted, "TopRho")) == {"per_mille": 10, **named}
     node = node_of(fitted, "DiversitySelect")
     count = 64 * N // 576
-    assert attributes(node) == {"batch": 16, "count": count, **named}
+    assert attributes(node) == {"rounds": 8, "count": count, **named}
     assert len(node.input) == 3
 
 
@@ -117,11 +117,11 @@ class DiversitySelect(OpRun):
     op_domain = "sinkprune"
 
     def _run(
-        self, tokens: Array, candidate: Array, reserved: Array, batch: int, count: int, **names: str
+        self, tokens: Array, candidate: Array, reserved: Array, rounds: int, count: int, **names: str
     ) -> tuple[Array]:
         assert (candidate.dtype, reserved.dtype) == (np.int32, np.int64)
         chosen = [
-            sorted(reference.diversity(rows, np.flatnonzero(mask).tolist(), kept.tolist(), count, batch))
+            sorted(reference.diversity(rows, np.flatnonzero(mask).tolist(), kept.tolist(), count, rounds))
             for rows, mask, kept in zip(tokens, candidate, reserved, strict=True)
         ]
         return (np.array(chosen),)
@@ -251,7 +251,7 @@ with open(sys.argv[1], "rb") as file:
         ("TopRho", "created TopRho for TopRho_node_0 {'per_mille': ('INT32', [10])} BUILD"),
         (
             "DiversitySelect",
-            "created DiversitySelect for DiversitySelect_node_14 {'batch': ('INT32', [16]), 'count': ('INT32', [8])} "
+            "created DiversitySelect for DiversitySelect_node_14 {'rounds': ('INT32', [8]), 'count': ('INT32', [8])} "
             "BUILD",
         ),
     ],

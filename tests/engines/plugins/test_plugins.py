@@ -136,14 +136,14 @@ def test_the_bindings_find_every_method_they_call(description: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"count": 4}, {"batch": 0}, {"batch": 16, "count": -1}, {"batch": 16, "per_mille": 10}]
+    "values", [{}, {"count": 4}, {"rounds": 0}, {"rounds": 8, "count": -1}, {"rounds": 8, "per_mille": 10}]
 )
 def test_fields_that_do_not_fit_are_refused(values: dict[str, int]) -> None:
-    with pytest.raises(EnginesError, match=r"DiversitySelect of node 'node' was given .* expected batch"):
+    with pytest.raises(EnginesError, match=r"DiversitySelect of node 'node' was given .* expected rounds"):
         make(DIVERSITY_SELECT, **values)
 
 
-@pytest.mark.parametrize("values", [{"batch": 16}, {"batch": 4, "count": COUNT}])
+@pytest.mark.parametrize("values", [{"rounds": 8}, {"rounds": 2, "count": COUNT}])
 def test_what_is_serialised_makes_the_same_plugin_again(values: dict[str, int]) -> None:
     runner = FakeRunner()
     made, given = creator(trt, DIVERSITY_SELECT, runner), fields(**values)
@@ -168,7 +168,7 @@ def test_what_is_serialised_makes_the_same_plugin_again(values: dict[str, int]) 
 @pytest.mark.parametrize("tokens", [TYPES.FLOAT, TYPES.HALF, TYPES.BF16])
 def test_outputs_follow_the_type_of_the_tokens(tokens: Any) -> None:
     assert make(TOP_RHO, per_mille=10).get_output_data_types([TYPES.FLOAT, tokens]) == [tokens, TYPES.INT32]
-    assert make(DIVERSITY_SELECT, batch=16).get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
+    assert make(DIVERSITY_SELECT, rounds=8).get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
 
 
 def test_shapes() -> None:
@@ -177,9 +177,9 @@ def test_shapes() -> None:
     assert plugin.get_output_shapes([["g", "n"], ["g", "n", "d"]], [], builder) == [["g", 1, "d"], ["g", "n"]]
 
     inputs = [["g", "n", "d"], ["g", "n"], ["g", "r"]]
-    constant = make(DIVERSITY_SELECT, library=library, batch=16, count=COUNT)
+    constant = make(DIVERSITY_SELECT, library=library, rounds=8, count=COUNT)
     assert constant.get_output_shapes(inputs, [], builder) == [["g", COUNT]]
-    computed = make(DIVERSITY_SELECT, library=library, batch=16)
+    computed = make(DIVERSITY_SELECT, library=library, rounds=8)
     assert computed.get_output_shapes(inputs, [["value of count"]], builder) == [["g", "value of count"]]
 
 
@@ -192,7 +192,7 @@ def accepted(plugin: Any, inputs: list[Any], outputs: list[Any]) -> list[bool]:
 def test_formats_that_are_taken(tokens: Any) -> None:
     assert all(accepted(make(TOP_RHO, per_mille=10), *top_rho_io(tokens, dynamic)))
     inputs, outputs = diversity_io(tokens, dynamic)
-    plugin = make(DIVERSITY_SELECT, batch=16)
+    plugin = make(DIVERSITY_SELECT, rounds=8)
     assert all(accepted(plugin, inputs, outputs))
     # A shape input would follow the inputs.
     assert all(accepted(plugin, [*inputs, dynamic(TYPES.INT64, (1,))], outputs))
@@ -214,12 +214,12 @@ def test_formats_that_are_refused(place: int, wrong: Any) -> None:
     inputs, outputs = diversity_io(desc=dynamic)
     io = [*inputs, *outputs]
     io[place] = wrong
-    assert not accepted(make(DIVERSITY_SELECT, batch=16), io[:3], io[3:])[place]
+    assert not accepted(make(DIVERSITY_SELECT, rounds=8), io[:3], io[3:])[place]
 
 
 def test_workspace_is_for_the_largest_shapes() -> None:
     assert make(TOP_RHO, per_mille=10).get_workspace_size(*top_rho_io(desc=dynamic)) == 0
-    plugin = make(DIVERSITY_SELECT, batch=16)
+    plugin = make(DIVERSITY_SELECT, rounds=8)
     assert plugin.get_workspace_size(*diversity_io(desc=dynamic)) == diversity_workspace(G, N) > 0
 
 
@@ -236,7 +236,7 @@ def test_top_rho_is_enqueued_on_the_stream_it_is_given(per_mille: int, count: in
     assert [(launch.kernel, launch.dtype) for launch in runner.prepared] == [("top_rho", "bfloat16")]
 
 
-@pytest.mark.parametrize("values", [{"batch": 4}, {"batch": 4, "count": COUNT}])
+@pytest.mark.parametrize("values", [{"rounds": 2}, {"rounds": 2, "count": COUNT}])
 def test_diversity_select_is_enqueued_phase_by_phase(values: dict[str, int]) -> None:
     runner = FakeRunner()
     plugin = make(DIVERSITY_SELECT, runner, **values)
@@ -245,7 +245,7 @@ def test_diversity_select_is_enqueued_phase_by_phase(values: dict[str, int]) -> 
     plugin.enqueue(inputs, outputs, [1 << 40, 2 << 40, 3 << 40], [4 << 40], 5 << 40, 99)
     names = ("tokens", "candidate", "reserved", "chosen", "workspace")
     addresses = {name: place << 40 for place, name in enumerate(names, 1)}
-    sizes = {"G": G, "N": N, "D": D, "R": R, "count": COUNT, "batch": 4}
+    sizes = {"G": G, "N": N, "D": D, "R": R, "count": COUNT, "rounds": 2}
     expected = diversity_launches(addresses, sizes, "float32")
     assert len(expected) == 5
     assert runner.enqueued == [(launch, 99) for launch in expected]

@@ -29,14 +29,22 @@ if platform.machine() != "x86_64":
 
 from sinkprune.contract.budgets import MERGING_TOWER, TOWER
 from sinkprune.contract.bundle import Bundle, Limits, read_engines
-from sinkprune.engines.build import build_engines, frame_jobs
-from sinkprune.engines.profiles import optimisation_profiles
+from sinkprune.engines.build import build_engines, small_jobs
+from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.small_graphs import (
+    AT_TOKENS,
+    BEST,
+    NOT_FINITE,
+    at_tokens_graph,
+    best_graph,
+    not_finite_graph,
+)
 from sinkprune.runtime.frames import FrameForm
 from sinkprune.runtime.frames.graphs import bilinear_form, patch_form, square_form
 from support.models.manifests import file_of
@@ -145,25 +153,36 @@ PIXELS = {
 TABLE = np.zeros(768, np.float16)
 
 
+OTHERS = SmallGraphs(
+    {
+        BEST: best_graph("float16", 32064),
+        NOT_FINITE: not_finite_graph("float16"),
+        AT_TOKENS: at_tokens_graph("float16", 64),
+    },
+    {"E": (1, 1 << 20, 1 << 26), "P": (1, 729, 16384), "G": (1, 1, 8), "n": (1, 64, 16384)},
+)
+
+
 @pytest.mark.parametrize(
-    "form",
+    "small",
     [
         square_form(336, TABLE, masked=True, views=3),
         bilinear_form(224, TABLE.dtype, PIXELS),
         patch_form(TABLE, PIXELS, most_tokens=1280),
+        OTHERS,
     ],
 )
-def test_graphs_of_frames_compile(form: FrameForm, tmp_path: Path) -> None:
-    for job in frame_jobs(form, tmp_path):
+def test_small_graphs_compile(small: FrameForm | SmallGraphs, tmp_path: Path) -> None:
+    for job in small_jobs(small, tmp_path):
         TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / job.model.graph, SILENT)
 
 
 @pytest.mark.slow
-def test_engines_have_the_graphs_of_frames(tmp_path: Path) -> None:
+def test_engines_have_the_small_graphs(tmp_path: Path) -> None:
     bundle = export_random(tmp_path, CONFIG, precision="fp16", budgets=("retain-64",), dialect="opset24")
     folder = tmp_path / "built" / "engines"
     built = build_engines(bundle, folder, TensorRTRTX(COMPUTE_CAPABILITIES[:1]), Limits(60, 30, 1))
-    assert {*built.engines} == {*bundle.manifest.graphs, "frames", "frames-rows-first"}
+    assert {*built.engines} == {*bundle.manifest.graphs, "frames", "frames-rows-first", BEST}
     read_engines(folder).verify()
     assert [*folder.parent.iterdir()] == [folder]
 

@@ -16,6 +16,7 @@ from sinkprune.contract.bundle import Bundle
 from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
     CONFIG,
+    INTERNVL_CONFIG,
     NEXT_CONFIG,
     OFT_CONFIG,
     OPENVLA_CONFIG,
@@ -157,6 +158,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava, several images": (CONFIG, {"budgets": LLAVA, "max_images": 2}),
     "llava-next": (NEXT_CONFIG, {"budgets": NEXT}),
     "llava-next, several images": (NEXT_CONFIG, {"budgets": NEXT, "max_images": 2}),
+    "internvl": (INTERNVL_CONFIG, {"budgets": QWEN, "max_frames": 8}),
     "qwen2.5-vl": (QWEN_CONFIG, {"budgets": QWEN, **PIXELS}),
     "qwen2.5-vl, several images": (QWEN_CONFIG, {"budgets": QWEN, "max_images": 2, **PIXELS}),
     "qwen2.5-vl, video": (QWEN_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),

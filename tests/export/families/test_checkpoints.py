@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +24,22 @@ from sinkprune.export.source import ExportRequest, open_source
 from support.programs.commands import assert_refused, run
 
 Checkpoints = Callable[[str], Path]
-BUDGETS = {"mha-336": "retain-64", "next": "retain-320", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
-LLAVA = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.": "vision_tower.vision_model.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "model.image_newline": "image_newline",
-    "lm_head.": "language_model.lm_head.",
+BUDGETS = {
+    "mha-336": "retain-64",
+    "next": "retain-320",
+    "qwen": "prune-77.8",
+    "qwen3-vl": "prune-77.8",
+    "internvl": "prune-66.7",
 }
-QWEN = {"model.visual.": "visual.", "model.language_model.": "model."}
+LLAVA = {
+    r"^model\.language_model\.": "language_model.model.",
+    r"^model\.vision_tower\.": "vision_tower.vision_model.",
+    r"^model\.multi_modal_projector\.": "multi_modal_projector.",
+    r"^model\.image_newline": "image_newline",
+    r"^lm_head\.": "language_model.lm_head.",
+}
+INTERNVL = {**LLAVA, r"^model\.vision_tower\.": "vision_tower."}
+QWEN = {r"^model\.visual\.": "visual.", r"^model\.language_model\.": "model."}
 NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
     "llava in memory": ("mha-336", {}, {"model.language_model.norm.weight"}),
     "llava before 4.52": (
@@ -39,12 +47,24 @@ NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
         LLAVA,
         {"language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.vision_model.pre_layrnorm.weight"},
     ),
+    "internvl in memory": ("internvl", {}, {"model.vision_tower.encoder.layer.0.lambda_1"}),
+    "internvl published": (
+        "internvl",
+        INTERNVL,
+        {"vision_tower.embeddings.cls_token", "language_model.lm_head.weight", "multi_modal_projector.linear_1.bias"},
+    ),
     "llava-next in memory": ("next", {}, {"model.image_newline"}),
     "llava-next published": ("next", LLAVA, {"image_newline", "language_model.lm_head.weight"}),
     "qwen published": (
         "qwen",
         QWEN,
         {"visual.patch_embed.proj.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.weight"},
+    ),
+    "cosmos3 published": (
+        "qwen3-vl",
+        {r"^model\.(visual|language_model)\.": "", r"attn\.([qkv])_proj": r"attn.to_\1", "o_proj": "to_out.0"}
+        | {r"self_attn\.([qk])_norm": r"self_attn.norm_\1"},
+        {"blocks.0.attn.qkv.weight", "layers.0.self_attn.to_out.0.weight", "layers.1.self_attn.norm_k.weight"},
     ),
 }
 """A checkpoint, how it renames what transformers 5 keeps in memory, and some names that result."""
@@ -73,10 +93,16 @@ def test_names_of_other_versions(
     name, renamed, some = NAMINGS[naming]
     tensors = AutoModelForImageTextToText.from_pretrained(checkpoint(name)).state_dict()
     for new, old in renamed.items():
-        tensors = {old + key.removeprefix(new) if key.startswith(new) else key: x for key, x in tensors.items()}
+        tensors = {re.sub(new, old, key): tensor for key, tensor in tensors.items()}
     assert some <= tensors.keys()
     folder = without_weights(checkpoint(name), tmp_path / "checkpoint")
     held = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    if naming.startswith("cosmos3"):
+        # Tensors of the part that makes videos, and the names of its class.
+        held |= {key: torch.zeros(2, 2) for key in ("layers.0.self_attn.add_q_proj.weight", "proj_in.weight")}
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config |= {"model_type": "cosmos3_omni", "architectures": ["Cosmos3ForConditionalGeneration"], "model": {}}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     assert tokens_of(folder, tmp_path / "bundle", name, photo) == tokens(pipeline(name), name, photo)
 

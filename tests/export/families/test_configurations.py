@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS, SAME_SHAPES
 from sinkprune.export.families import read_family
 from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.runtime.families import Rotary
@@ -38,6 +38,14 @@ FACTS: dict[str, dict[str, Any]] = {
         "vision.tokens": 576,
         "image_token": 32000,
     },
+    "internvl3-1b": {
+        "language_model.max_positions": 32768,
+        "language_model.rope_factor": 1.0,
+        "vision.tokens": 256,
+        "vision.merge_size": 2,
+        "visual_width": 4096,
+    },
+    "internvl3.5-1b": {"language_model.head_dim": 128, "vision.num_blocks": 24, "image_token": 151671},
     "llava-next-7b": {"language_model.rope_theta": 1e4, "language_model.num_kv_heads": 32, "most_groups": 5},
     "llava-next-mistral-7b": {"language_model.rope_theta": 1e6, "language_model.num_kv_heads": 8, "most_groups": 5},
     "qwen2-vl-7b": {
@@ -58,6 +66,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "vision.deepstack_blocks": (5, 11, 17),
         "vision.salience_block": 22,
     },
+    "cosmos3-nano": {"name": "qwen3-vl", "vision.deepstack_blocks": (8, 16, 24), "vision.patch_size": 16},
 }
 COUNTED = {"qwen3-vl-2b": 2_127_532_032, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-8b": 8_767_123_696}
 """Parameters of published checkpoints, as the hub counts them."""
@@ -76,6 +85,7 @@ def test_a_published_configuration_is_its_preset(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "settings"),
     [
+        ("internvl3-1b", 256, {"max_patches": 12, "image_mean": [0.485, 0.456, 0.406]}),
         ("llava-next-mistral-7b", 576, {"image_grid_pinpoints": PINPOINTS}),
         ("qwen2.5-vl-7b", 16384, {"min_pixels": 56 * 56}),
         ("qwen3-vl-2b", 16384, {"min_pixels": 256**2, "max_pixels": 4096**2, "image_mean": [0.5] * 3}),
@@ -97,7 +107,11 @@ NOT_COUNTED = ("pi0", "pi0.5", "openvla-7b", "openvla-7b-oft")
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in (*NOT_COUNTED, "llava-1.1b", "llava-1.5-13b")],
+    [
+        name
+        for name in (*PRESETS, "qwen2.5-vl-72b")
+        if name not in (*NOT_COUNTED, *SAME_SHAPES, "llava-1.1b", "llava-1.5-13b")
+    ],
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]
@@ -169,6 +183,7 @@ def test_positions_of_qwen3_turn_with_each_axis_in_turn() -> None:
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 SIGLIP = "siglip_vision_model"
+SQUARE = {"height": 448, "width": 448}
 YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}
 
 
@@ -182,6 +197,17 @@ def test_a_sliding_window_is_the_most_positions() -> None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
+        ("internvl3-1b", (TEXT, "model_type"), "llama", "model_type is 'llama', expected qwen2 or qwen3"),
+        ("internvl3-1b", (TEXT, "rope_scaling"), YARN, "rope_type is 'yarn', expected default or linear or dynamic"),
+        ("internvl3-1b", (TEXT, "use_sliding_window"), True, "use_sliding_window is True"),
+        ("internvl3-1b", (VISION, "norm_type"), "batch", "vision_config.norm_type is 'batch', expected layer_norm"),
+        ("internvl3-1b", (VISION, "use_absolute_position_embeddings"), False, "use_absolute_position_embeddings"),
+        ("internvl3-1b", (VISION, "image_size"), [448, 336], r"image_size is a square; found \[448, 336\]"),
+        ("internvl3-1b", (VISION, "patch_size"), [16, 16], "image_seq_length is 196, .*; found 256"),
+        ("internvl3-1b", (VISION, "num_attention_heads"), 15, "hidden_size is a multiple of num_attention_heads"),
+        ("internvl3-1b", ("downsample_ratio",), 0.3, "downsample_ratio is 1 over a divisor of 32.*; found 0.3"),
+        ("internvl3-1b", ("vision_feature_layer",), -2, "vision_feature_layer is -2, expected -1"),
+        ("internvl3-1b", ("vision_feature_select_strategy",), "full", "select_strategy is 'full', expected default"),
         ("llava-1.5-7b", (TEXT, "model_type"), "granite", "model_type is 'granite', expected llama or mistral"),
         ("llava-1.5-7b", (TEXT, "rope_parameters"), DYNAMIC, "rope_type is 'dynamic', expected default or linear"),
         ("llava-1.5-7b", (TEXT,), {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
@@ -214,6 +240,19 @@ def test_what_the_graphs_do_not_compute_is_rejected(name: str, place: Any, value
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("internvl3-1b", {"image_processor_type": "CLIPImageProcessor"}, "expected GotOcr2ImageProcessor"),
+        ("internvl3-1b", {"size": {"height": 384, "width": 384}}, "size is .*384.*, expected .*448"),
+        ("internvl3-1b", {"min_patches": 9, "max_patches": 8}, "min_patches 9 and max_patches 8"),
+        ("internvl3-1b", {"max_frames": 4, "video_processor": {}}, "size of videos is .*384.*, expected .*448"),
+        ("internvl3-1b", {"max_frames": 4, "do_resize": None}, "do_resize is False, expected True"),
+        *(
+            (
+                "internvl3-1b",
+                {"max_frames": 4, "video_processor": {"size": SQUARE, **own}},
+                f"{next(iter(own))} of videos",
+            )
+            for own in ({"do_sample_frames": True}, {"resample": 2}, {"do_center_crop": True})
+        ),
         ("llava-next-mistral-7b", {"image_processor_type": "CLIPImageProcessor"}, "expected LlavaNextImageProcessor"),
         ("llava-next-mistral-7b", {"size": {"shortest_edge": 224}}, "shows the whole image at .*224.*, expected 336"),
         ("llava-next-mistral-7b", {"image_grid_pinpoints": PINPOINTS[:2]}, "pinpoints .* do not belong together"),
@@ -226,7 +265,7 @@ def test_a_processor_that_does_not_fit_is_rejected(name: str, settings: dict[str
         read_family("hub", PUBLISHED[name]).processor({**PROCESSORS[name], **settings})
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen-tied", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen-tied", "qwen3-vl", "internvl"])
 def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
     at_the_top = opened(folder)
@@ -253,7 +292,7 @@ def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[s
 
 def opened(folder: Path) -> dict[str, Any]:
     """Return the processor's settings of a checkpoint, for clips too where its family has them."""
-    frames = 4 if "qwen" in json.loads((folder / "config.json").read_text())["model_type"] else 0
-    source = open_source(ExportRequest(str(folder), max_frames=frames))
+    takes_video = json.loads((folder / "config.json").read_text())["model_type"].startswith(("qwen", "internvl"))
+    source = open_source(ExportRequest(str(folder), max_frames=4 if takes_video else 0))
     source.weights.close()
     return source.processor

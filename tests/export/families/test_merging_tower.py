@@ -1,4 +1,4 @@
-"""The tower of option `tower` against the checkpoint's own layers, in which merged places have equal rows."""
+"""The towers of options `tower` and `bars` against the checkpoint's own layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
+from sinkprune.contract.budgets import BARLESS_TOWER
 from sinkprune.contract.manifest import DialectName, SiglipTower, SquareTower, ViTTower
 from sinkprune.contract.schedule import merges_of, vit_flops
 from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
@@ -80,6 +81,38 @@ def test_merged_tokens_are_places_with_equal_rows(
             salience = expected.attention[facts.salience_block].mean(axis=(0, 1))[tokens]
         else:
             salience = expected.attention[-1][:, 0].mean(axis=0)[tokens]
+        np.testing.assert_allclose(found["salience"][group], salience, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dialect"), [("gqa-112", "opset24"), ("siglip-2", "opset20"), ("pi0", "opset24")])
+def test_patches_that_are_left_out_change_nothing_else(
+    name: str, dialect: DialectName, checkpoint: Callable[[str], Path], model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    folder = checkpoint(name)
+    family = read_family(str(folder), read_json(folder, "config.json"))
+    facts = family.vision
+    assert isinstance(facts, SquareTower)
+    graph = new_graph(dialect, SafetensorsWeights(folder, None).tensor)
+    family.other_towers[BARLESS_TOWER](graph)
+    pixels = torch.randn(2, 3, facts.image_size, facts.image_size, generator=torch.Generator().manual_seed(0))
+    # Each picture its own.
+    draw = np.random.default_rng(0).permuted
+    places = np.sort(draw(np.tile(np.arange(facts.tokens), (2, 1)), axis=1)[:, : facts.tokens * 2 // 3])
+    found = run(graph, tmp_path, {"pixel_values": pixels.numpy(), "places": places})
+
+    tower = (Pi0Reference(folder).model.model.vlm if name == "pi0" else model(name).model).vision_tower
+    for group in range(2):
+        expected = merged_tower(tower, pixels[group : group + 1], facts.num_blocks, {}, places[group])
+        rows, norms = expected.rows, np.linalg.norm(expected.rows, axis=1)
+        if name == "pi0":
+            with torch.no_grad():
+                rows = tower.post_layernorm(torch.from_numpy(rows)).numpy()
+        np.testing.assert_allclose(found["tokens"][group], rows, atol=2e-4)
+        np.testing.assert_allclose(found["norms"][group], norms, rtol=1e-4)
+        if isinstance(facts, SiglipTower):
+            salience = expected.attention[facts.salience_block].mean(axis=(0, 1))
+        else:
+            salience = expected.attention[-1][:, 0].mean(axis=0)
         np.testing.assert_allclose(found["salience"][group], salience, atol=1e-6)
 
 

@@ -10,13 +10,14 @@ import onnx
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration
+from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.checkpoints import Shape, make_checkpoint
-from support.models.small_models import SHAPES
+from support.models.clips import INTERNVL_BUDGETS
+from support.models.small_models import INTERNVL_SHAPES, SHAPES
 
 
 def vision_outputs(pipeline: Pipeline, pixels: np.ndarray) -> dict[str, np.ndarray]:
@@ -53,6 +54,32 @@ def test_other_feature_layers(feature_layer: int, photo: Image.Image, tmp_path: 
     folder = make_checkpoint(tmp_path / "checkpoint", Shape(image_size=56, feature_layer=feature_layer))
     export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
     check_against_transformers(folder, Pipeline.load(tmp_path / "bundle"), photo)
+
+
+@pytest.mark.parametrize("name", INTERNVL_SHAPES)
+def test_tokens_of_internvl_are_shuffled_patches(
+    name: str, checkpoint: Callable[[str], Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    """Norms are those of patches before the last norm layer, where there is one."""
+    folder, pipe = checkpoint(name), pipeline(name, budgets=INTERNVL_BUDGETS, max_frames=8)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tower, ratio = model.model.vision_tower, model.config.downsample_ratio
+    pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
+    with torch.no_grad():
+        out = tower(pixels, output_hidden_states=True, output_attentions=True)
+        last = tower.encoder.layer[-1](out.hidden_states[-2])
+    side, groups = int((last.shape[1] - 1) ** 0.5), len(pixels)
+
+    def shuffled(rows: torch.Tensor) -> np.ndarray:
+        squares = rows.reshape(groups, side, side, -1)
+        return model.model.pixel_shuffle(squares, ratio).reshape(groups, int(side * ratio) ** 2, -1).numpy()
+
+    ours = vision_outputs(pipe, pixels.numpy())
+    assert groups > 2
+    np.testing.assert_allclose(ours["tokens"], shuffled(out.last_hidden_state[:, 1:]), atol=1e-4)
+    norms, salience = last[:, 1:].norm(dim=-1), out.attentions[-1][:, :, 0, 1:].mean(dim=1)
+    np.testing.assert_allclose(ours["norms"], shuffled(norms[..., None]).max(axis=-1), rtol=1e-4)
+    np.testing.assert_allclose(ours["salience"], shuffled(salience[..., None]).mean(axis=-1), atol=1e-6)
 
 
 def test_blocks_behind_the_feature_layer_are_not_computed(bundle: Callable[..., Path]) -> None:

@@ -18,7 +18,7 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.methods import load_method
-from sinkprune.export.methods.before_llm import ROUNDS
+from sinkprune.export.pruning.functions import ROUNDS
 from sinkprune.export.pruning.plan import MAX_ROUNDS, PlanFacts, VariableTokens
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs

@@ -26,12 +26,21 @@ def budget_of(n: int, reserve: int, diverse: int, **options: Any) -> Budget:
     return Budget(Share(reserve, n), Share(diverse, n), (Share(1, n),) * 3, **options)
 
 
-def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms: Array, salience: Array) -> None:
-    """Compare the graph with the reference, group by group."""
+def assert_equals_reference(
+    budget: Budget,
+    precision: str,
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    method: str = "sinkpruner",
+    **rule: Any,
+) -> None:
+    """Compare the graph of `method` with the reference and its `rule`, group by group."""
+    rule = {"rounds": budget.diversity_rounds} | rule
     _, n, d = tokens.shape
     tokens = tokens.astype(DTYPES[precision])
     norms, salience = norms.astype(np.float32), salience.astype(np.float32)
-    out = graphs.sanitizer(n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
+    out = graphs.method_sanitizer(method, n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
     assert out["kept_tokens"].dtype == DTYPES[precision]
     for group, kept_index in enumerate(out["kept_index"]):
         kept, index = reference.sanitize(
@@ -41,7 +50,7 @@ def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms
             reserve=budget.reserve.of(n),
             diverse=budget.diverse.of(n),
             per_mille=budget.outlier_per_mille,
-            batch=budget.diversity_group_size,
+            **rule,
             remove_outliers=budget.remove_outliers,
             aggregate=budget.aggregate,
             raster=budget.order == "raster",
@@ -69,7 +78,7 @@ def test_retain_64_equals_the_reference(kind: str, precision: str, groups: int) 
     assert_equals_reference(RETAIN_64, precision, **features)
 
 
-@pytest.mark.parametrize("option", ["raster", "drop-sink", "keep-outliers", "no-diversity", "serial"])
+@pytest.mark.parametrize("option", ["raster", "drop-sink", "keep-outliers", "no-diversity"])
 @pytest.mark.parametrize("kind", ["tied", "outliers"])
 def test_every_option_equals_the_reference(option: str, kind: str) -> None:
     budget = OPTIONS[option](parse_budget("llava", "retain-128"))
@@ -77,21 +86,32 @@ def test_every_option_equals_the_reference(option: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "reserve", "diverse", "batch"),
+    ("method", "rule"), [("sinkpruner-paper", {"rounds": 1}), ("sinkpruner+centred", {"centring": True})]
+)
+@pytest.mark.parametrize(("kind", "precision"), each_once([*KINDS, "large norms"], DTYPES))
+def test_other_rules_of_diversity_equal_the_reference(
+    method: str, rule: dict[str, Any], kind: str, precision: str
+) -> None:
+    features = token_features(kind, 2, n=144, precision=precision)
+    assert_equals_reference(parse_budget("llava", "retain-128"), precision, **features, method=method, **rule)
+
+
+@pytest.mark.parametrize(
+    ("n", "reserve", "diverse", "rounds"),
     [
-        pytest.param(1, 1, 1, 16, id="one token"),
-        pytest.param(2, 0, 1, 16, id="two tokens, nothing reserved"),
-        pytest.param(40, 0, 0, 16, id="the sink alone"),
-        pytest.param(40, 0, 11, 4, id="nothing reserved"),
-        pytest.param(40, 5, 17, 16, id="one batch and one"),
-        pytest.param(40, 5, 11, 1, id="serial farthest point"),
-        pytest.param(40, 39, 39, 16, id="diversity clipped to nothing"),
-        pytest.param(40, 99, 99, 16, id="reserve clipped"),
+        pytest.param(1, 1, 1, 1, id="one token"),
+        pytest.param(2, 0, 1, 1, id="two tokens, nothing reserved"),
+        pytest.param(40, 0, 0, 1, id="the sink alone"),
+        pytest.param(40, 0, 11, 2, id="nothing reserved"),
+        pytest.param(40, 5, 17, 1, id="a round of 16 and one of 1"),
+        pytest.param(40, 5, 11, 8, id="one token a round"),
+        pytest.param(40, 39, 39, 1, id="diversity clipped to nothing"),
+        pytest.param(40, 99, 99, 1, id="reserve clipped"),
     ],
 )
 @pytest.mark.parametrize("kind", ["random", "tied"])
-def test_counts_at_their_limits(kind: str, n: int, reserve: int, diverse: int, batch: int) -> None:
-    budget = budget_of(n, reserve, diverse, diversity_group_size=batch)
+def test_counts_at_their_limits(kind: str, n: int, reserve: int, diverse: int, rounds: int) -> None:
+    budget = budget_of(n, reserve, diverse, diversity_rounds=rounds)
     assert_equals_reference(budget, "fp32", **token_features(kind, 2, n=n, d=8))
 
 
@@ -110,7 +130,7 @@ def test_kept_tokens_worked_by_hand() -> None:
     tokens = np.stack([east, 9 * up, 7 * north, east + north, -east, 2 * up, 0 * up, 3 * east])
     norms = np.array([1, 9, 7, 1.4, 1, 2, 0, 3], np.float32)
     salience = np.array([5, 9, 1, 2, 0, 0, 0, 5], np.float32)
-    run = graphs.sanitizer(8, 3, budget_of(8, 1, 3, diversity_group_size=2, outlier_per_mille=130))
+    run = graphs.sanitizer(8, 3, budget_of(8, 1, 3, outlier_per_mille=130))
     out = run(tokens=tokens[None], norms=norms[None], salience=salience[None])
     # H = {1, 2}: ceil(1.04). RES = {0}, which ties with 7. Then cosines with east: 4 is -1; 5 and 6 are 0, so 5;
     # last 6, at 0 to all of them.
@@ -132,29 +152,29 @@ _SCALES = {
 _NORMS = [0.0, 1e-30, 1.0, 2.0, 300.0, 3e38]
 _SALIENCE = [0.0, 1e-30, 0.25, 0.5, -1.0, 3e38, -3e38]
 _LIMITS = [
-    # n, reserve, diverse, per mille, batch
-    (1, 1, 1, 10, 16),
-    (2, 1, 1, 10, 16),
-    (3, 0, 2, 10, 1),
-    (5, 2, 2, 400, 16),
+    # n, reserve, diverse, per mille, rounds
+    (1, 1, 1, 10, 1),
+    (2, 1, 1, 10, 1),
+    (3, 0, 2, 10, 8),
+    (5, 2, 2, 400, 1),
     (9, 0, 5, 10, 2),
-    (9, 2, 5, 10, 1),
-    (12, 3, 7, 200, 3),
-    (12, 3, 7, 200, 16),
+    (9, 2, 5, 10, 8),
+    (12, 3, 7, 200, 2),
+    (12, 3, 7, 200, 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("n", "reserve", "diverse", "per_mille", "batch", "precision"),
+    ("n", "reserve", "diverse", "per_mille", "rounds", "precision"),
     slow_except(
         [(*limits, precision) for limits, precision in zip(_LIMITS, cycle(DTYPES), strict=False)],
         [(*limits, precision) for limits in _LIMITS for precision in DTYPES],
     ),
 )
 def test_ties_duplicates_zeros_and_extremes(
-    n: int, reserve: int, diverse: int, per_mille: int, batch: int, precision: str
+    n: int, reserve: int, diverse: int, per_mille: int, rounds: int, precision: str
 ) -> None:
-    budget = budget_of(n, reserve, diverse, outlier_per_mille=per_mille, diversity_group_size=batch)
+    budget = budget_of(n, reserve, diverse, outlier_per_mille=per_mille, diversity_rounds=rounds)
     token = st.tuples(
         st.sampled_from(_ROWS),
         st.sampled_from(_SCALES[precision]),

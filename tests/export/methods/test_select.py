@@ -35,7 +35,7 @@ HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
 ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
-"""The querying rows of methods other than SinkPruner. PyramidDrop has those of FastV."""
+"""The querying rows of methods other than SinkPruner."""
 METHODS = ("sinkpruner", *ASKING)
 
 
@@ -231,7 +231,7 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
 
 
-@pytest.mark.parametrize("method", [*IN_LLM, *TWO_STAGES])
+@pytest.mark.parametrize("method", [*IN_LLM, "vscan"])
 def test_methods_ask_the_rows_they_should(method: str) -> None:
     """The graph of the plan itself."""
     plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))

@@ -26,7 +26,6 @@ NAMES = [
     "prune-77.8+keep-outliers",
     "prune-77.8+drop-sink",
     "prune-88.9+no-diversity",
-    "prune-88.9+serial",
 ]
 
 
@@ -52,7 +51,7 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision
             salience[0],
             reserve=counts.reserve,
             diverse=counts.diverse,
-            batch=budget.diversity_group_size,
+            rounds=budget.diversity_rounds,
             remove_outliers=budget.remove_outliers,
             aggregate=budget.aggregate,
             raster=budget.order == "raster",

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.runtime.backends.device_memory import DeviceMemory
 from sinkprune.runtime.device.captures import LEAST_BYTES, Capture, Captures, captured_on_stream
+from sinkprune.runtime.device.cuda import size_class
 from support.stand_ins.fake_device import FakeDevice
 
 
@@ -46,14 +48,23 @@ def test_calls_are_captured_second_replayed_third_and_the_least_recently_used_go
     assert report.graphs == {"head": {"captured": 3, "replayed": 3, "released": 1}}
 
 
-def test_memory_stays_bounded_over_many_random_calls() -> None:
+def test_memory_stays_bounded_over_many_requests_of_random_shapes() -> None:
     call, random = Calls(5), np.random.default_rng(0)
-    sizes = random.zipf(1.3, 10_000) % 500
-    for size in sizes:
-        call(str(size))
-        assert call.captures.report().bytes <= 5 * LEAST_BYTES
+    memory = DeviceMemory(call.device, call.captures)
+    rows = random.zipf(1.3, 10_000) % 500
+    # A request holds two tensors, so the device holds two blocks of each size at most.
+    most = 2 * sum({size_class(int(count) * 256) for count in rows})
+    for count in rows.tolist():
+        given, made = (memory.empty((count, 64), np.dtype(np.float32)) for _ in range(2))
+        call(f"{count}: {given.address} to {made.address}")
+        free, total = call.device.memory()
+        assert call.captures.report().bytes <= 5 * LEAST_BYTES and total - free <= most
+        # The next request takes the same blocks, in the same order.
+        del given, made
     # Each call ran once, in order, whether it was run, captured or replayed.
-    assert call.ran == [str(size) for size in sizes]
+    assert [int(key.partition(":")[0]) for key in call.ran] == rows.tolist()
+    counts = call.captures.report().graphs["head"]
+    assert counts["replayed"] > 1000 and counts["captured"] - counts["released"] == 5
 
 
 def test_a_graph_that_frees_memory_later_is_told_to() -> None:

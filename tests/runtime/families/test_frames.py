@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import Share
+from sinkprune.contract.budgets import BARLESS_TOWER, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import LeRobotResize
@@ -23,10 +23,11 @@ from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.device.dlpack import read_pixels
 from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
 from sinkprune.runtime.families.llava_next import LlavaNextProcessor
 from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
-from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs
+from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs, joined
 from sinkprune.runtime.frames.graphs import bilinear_form, square_form
 from sinkprune.runtime.media.frame import Frame
 from sinkprune.serving.sessions import Session
@@ -171,6 +172,13 @@ def test_tiles_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None
     np.testing.assert_array_equal(prepared(backend, processor, pixels, settings), expected, strict=True)
     changed = LlavaNextProcessor({**settings, "size": {"shortest_edge": SIDE + 1}}, SIDE)
     assert prepared(backend, changed, pixels, settings) is None
+
+
+@pytest.mark.parametrize("size", [(64, 48), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)])
+def test_tiles_with_the_whole_picture_last_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None:
+    processor, pixels = TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), photo_of(size)
+    expected = processor(Image.fromarray(pixels))
+    np.testing.assert_array_equal(prepared(backend, processor, pixels, PIXELS), expected, strict=True)
 
 
 def test_values_are_rounded_to_fp16_once(backend: Host) -> None:
@@ -355,11 +363,21 @@ def test_pictures_that_the_host_prepares_join_frames(backend: Host) -> None:
     np.testing.assert_array_equal(backend.numpy(found), expected)
 
 
+def test_each_frame_brings_its_places(backend: Host, bundle: Callable[..., Path]) -> None:
+    family = load_family(read_bundle(bundle("pi0")).manifest).for_tower(BARLESS_TOWER)
+    form, frames = family.frame_form(), [Frame.of_array(photo_of((60, 45), seed)) for seed in range(2)]
+    assert form is not None
+    graph, plans = FrameGraph(backend, form), family.frame_plans((60, 45))
+    inputs = [graph.planned(frame, plans, family.tables(frame)) for frame in frames]
+    together = joined([one for one in inputs if one is not None]).prepared(backend)
+    alone = [one.prepared(backend) for one in inputs if one is not None]
+    for key in ("pixel_values", "places"):
+        np.testing.assert_array_equal(together[key], np.concatenate([one[key] for one in alone]), strict=True)
+
+
 def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:
     opened = read_bundle(bundle("gqa-112", budgets=("retain-64",)))
-    form = load_family(opened.manifest).frame_form()
-    assert form is not None
-    build_fake_engines(opened, tmp_path / "engines", form=form)
+    build_fake_engines(opened, tmp_path / "engines")
     rig, host = Rig(opened, tmp_path / "engines"), Pipeline.load(opened)
     options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
     pixels, large = photo_of((90, 60)), photo_of((2300, 20))

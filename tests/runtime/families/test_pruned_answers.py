@@ -17,10 +17,12 @@ from sinkprune import Clip, Pipeline
 from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.contract.errors import PruningError
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
-from support.models.clips import VIDEO_BUDGETS, frames
-from support.models.small_models import CLIPS_IN_ONE_PIECE, NEXT_SHAPES, QWEN_SHAPES
-from support.programs.slow_cases import each_once, every, slow_except
+from support.models.chosen_heads import every_method
+from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
+from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
+from support.programs.slow_cases import each_once, every, slow, slow_except
 from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
 from support.references.pruned_prompts import prompt_rows, sanitized
 from support.references.steps import QUESTION, ask
@@ -29,6 +31,9 @@ NEW_TOKENS = 6
 NEXT_BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
 # The whole image and two, three and four tiles
 NEXT_SIZES = {(300, 150): 3, (100, 400): 4, (230, 200): 5}
+OF_INTERNVL: dict[str, Any] = {"budgets": INTERNVL_BUDGETS, "max_frames": 8}
+# Two, three and four tiles, and the whole image after them
+INTERNVL_SIZES = {(460, 230): 3, (900, 300): 4, (100, 410): 5}
 QWEN_BUDGETS = (
     "prune-66.7",
     "prune-77.8",
@@ -89,7 +94,14 @@ def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, 
     assert answer.tokens_per_layer == lengths
 
 
-@pytest.mark.parametrize(("name", "size", "budget"), each_once(NEXT_SHAPES, NEXT_SIZES, NEXT_BUDGETS))
+@pytest.mark.parametrize(
+    ("name", "size", "budget"),
+    [
+        *each_once(NEXT_SHAPES, NEXT_SIZES, NEXT_BUDGETS),
+        *each_once(INTERNVL_SHAPES, INTERNVL_SIZES, INTERNVL_BUDGETS),
+        ("internvl", (99, 99), INTERNVL_BUDGETS[0]),
+    ],
+)
 def test_tiles_are_pruned_apart(
     name: str,
     size: tuple[int, int],
@@ -98,8 +110,9 @@ def test_tiles_are_pruned_apart(
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    pipe = pipeline(name, "fp32", NEXT_BUDGETS)
-    assert_equals_masked(model(name), pipe, photo.resize(size), budget, NEXT_SIZES[size])
+    pipe = pipeline(name, **(OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": NEXT_BUDGETS}))
+    groups = {**NEXT_SIZES, **INTERNVL_SIZES, (99, 99): 1}[size]
+    assert_equals_masked(model(name), pipe, photo.resize(size), budget, groups)
 
 
 @pytest.mark.parametrize(("name", "size", "budget"), every(4, QWEN_CASES))
@@ -114,24 +127,41 @@ def test_images_of_any_size(
     assert_equals_masked(model(name), pipeline(name, "fp32", QWEN_BUDGETS), photo.resize(size), budget, 1)
 
 
-@pytest.mark.parametrize(("name", "budget"), CLIPS)
+@pytest.mark.parametrize(("name", "budget"), [*CLIPS, *each_once(INTERNVL_SHAPES, INTERNVL_BUDGETS[::2])])
 def test_clips(
     name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    pipe = pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
-    assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, 1)
+    groups = 8 if name in INTERNVL_SHAPES else 1
+    pipe = pipeline(name, **(OF_INTERNVL if groups > 1 else {"budgets": VIDEO_BUDGETS, "max_frames": 8}))
+    assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, groups)
 
 
+@pytest.mark.parametrize(
+    ("name", "budget", "methods"),
+    [
+        (
+            "next-mistral",
+            "retain-320",
+            ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-no-diversity", "sinkpruner-no-text-pruner"),
+        ),
+        slow(("internvl3.5", "prune-66.7", tuple(method for method in METHODS if method != "pyramiddrop"))),
+    ],
+)
 def test_other_methods_keep_the_same_mean_of_every_tile(
-    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+    name: str,
+    budget: str,
+    methods: tuple[str, ...],
+    checkpoint: Callable[[str], Path],
+    photo: Image.Image,
+    tmp_path: Path,
 ) -> None:
-    methods = ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-no-diversity", "sinkpruner-no-text-pruner")
-    request = ExportRequest(str(checkpoint("next-mistral")), budgets=("retain-320",), methods=methods)
+    source = checkpoint(name)
+    request = ExportRequest(str(source), budgets=(budget,), **{**every_method(source), "methods": methods})
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     means = []
     for method in methods:
-        answer = pipe.generate(photo, QUESTION, budget="retain-320", method=method, max_new_tokens=1)
+        answer = pipe.generate(photo, QUESTION, budget=budget, method=method, max_new_tokens=1)
         means.append(sum(answer.tokens_per_layer) / len(answer.tokens_per_layer) / len(answer.kept.norms))
     assert means == pytest.approx([means[0]] * len(methods), abs=0.5)
 

@@ -29,6 +29,7 @@ from support.references.reference_methods import (
     BEFORE_LLM,
     IN_LLM,
     asking_rows,
+    tops_rows,
     visionzip,
     vscan,
 )
@@ -38,11 +39,7 @@ PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 4
 METHODS = tuple(ALL_METHODS)
 BUDGETS = ("prune-66.7", "prune-88.9")
-# Of the small decoders only one is deep enough for PyramidDrop to reach a budget.
-REACHING = {
-    name: tuple(method for method in METHODS if name == "qwen3-vl" or method != "pyramiddrop")
-    for name in ("qwen-tied", "qwen2-vl", "qwen3-vl")
-}
+REACHING = dict.fromkeys(("qwen-tied", "qwen2-vl", "qwen3-vl"), METHODS)
 DOWNSAMPLE = ("downsample", "downsample-ttft")
 # These drop no token of their smaller picture.
 CASES = [(name, method) for name, methods in REACHING.items() for method in methods if method not in DOWNSAMPLE]
@@ -101,6 +98,9 @@ def kept_of(
         return visionzip(tokens, norms, salience, counts.kept, **options)  # type: ignore[arg-type]
     if method == "vscan":
         return vscan(tokens, norms, salience, counts.kept, local=counts.diverse, beside=beside)
+    if method == "tops":
+        index = tops_rows(tokens, salience, counts.diverse)
+        return whole[index], index
     if method.startswith("sinkpruner"):
         _, index = sanitize(
             tokens,
@@ -121,6 +121,10 @@ def kept_of(
     else:
         _, index = BEFORE_LLM[method](tokens, norms, salience, counts.kept)
     return whole[index], index
+
+
+def choose_tops(scores: Array, hidden: Array, count: int) -> list[int]:
+    return tops_rows(hidden, scores, min(count, len(hidden)))
 
 
 @pytest.mark.parametrize(("name", "method"), slow_except(FEW, [case for case in CASES if case[1] != "random"]))
@@ -151,7 +155,8 @@ def test_answers_equal_the_masked_full_sequence(
     later = embedded(torch_model, answer.token_ids[:-1])
     lm = pipe.bundle.manifest.language_model
     heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
-    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
+    chosen = {"choose": choose_tops} if method == "tops" else {}
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads, **chosen)
     assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
 
 

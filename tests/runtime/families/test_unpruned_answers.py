@@ -16,8 +16,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from sinkprune import Clip, Pipeline
-from support.models.clips import VIDEO_BUDGETS, frames
-from support.models.small_models import CLIPS_IN_ONE_PIECE, NEXT_SHAPES, QWEN_SHAPES
+from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
+from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, ask
@@ -28,8 +28,17 @@ IMAGES = [
     *each_once(NEXT_SHAPES, [(224, 224), (640, 210), (150, 500), (30, 20), (900, 20)]),
     # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels
     *each_once(QWEN_SHAPES, [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]),
+    # A single tile where it may be one, two by two, a row of the most tiles, a column
+    *each_once(INTERNVL_SHAPES, [(30, 30), (700, 700), (1300, 200), (90, 500)]),
 ]
-CLIPS = [*((name, 2) for name in CLIPS_IN_ONE_PIECE), ("qwen", 1.3), ("qwen3-vl", 2), ("qwen3-vl", 1.3)]
+CLIPS = [
+    *((name, 2) for name in CLIPS_IN_ONE_PIECE),
+    ("qwen", 1.3),
+    ("qwen3-vl", 2),
+    ("qwen3-vl", 1.3),
+    *((name, 2) for name in INTERNVL_SHAPES),
+]
+OF_INTERNVL: dict[str, Any] = {"budgets": INTERNVL_BUDGETS, "max_frames": 8}
 
 
 def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeline, picture: Any, count: int) -> None:
@@ -57,7 +66,8 @@ def test_answers_about_images(
 ) -> None:
     folder, image = checkpoint(name), photo.resize(size)
     inputs = reference_inputs(name, folder, [image], QUESTION)
-    assert_equals(model(name), inputs, folder, pipeline(name), image, 16)
+    options = OF_INTERNVL if name in INTERNVL_SHAPES else {}
+    assert_equals(model(name), inputs, folder, pipeline(name, **options), image, 16)
 
 
 @pytest.mark.parametrize(("name", "fps"), CLIPS)
@@ -69,8 +79,9 @@ def test_answers_about_clips(
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    """Ragged windows; 8 frames make 4 groups."""
-    folder, pipe = checkpoint(name), pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
+    """Ragged windows; 8 frames make 4 groups, or 8 in InternVL."""
+    options = OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": VIDEO_BUDGETS, "max_frames": 8}
+    folder, pipe = checkpoint(name), pipeline(name, **options)
     clip = Clip(frames(8, (170, 140), photo), fps)
     inputs = clip_inputs(model(name), pipe, folder, pipe.family.sample_frames(clip), fps)
     assert_equals(model(name), inputs, folder, pipe, clip, 6)

@@ -109,7 +109,7 @@ def test_a_padded_answer_is_that_of_llavas_padded_picture(
     assert (found.kept.layout.seen_share, cropped.kept.layout.seen_share) == (1, 2 / 3)
 
 
-@pytest.mark.parametrize("name", ["next", "qwen", "qwen2-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["next", "qwen", "qwen2-vl", "qwen3-vl", "internvl"])
 @pytest.mark.parametrize("fit", FITS)
 def test_families_that_see_the_whole_picture_refuse_a_fit(fit: Fit, name: str, bundle: Bundles) -> None:
     root = bundle(name)

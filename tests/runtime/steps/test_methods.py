@@ -65,10 +65,10 @@ def pipe(root: Path) -> Pipeline:
 
 def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     manifest = read_bundle(root).manifest
-    assert manifest.cut_after == (1, 2, 4, 6)
+    assert manifest.cut_after == (1, 2, 3, 4, 6)
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
-    assert (inside["pyramiddrop"], inside["vscan"]) == ((2, 4, 6), (4,))
+    assert (inside["tops"], inside["vscan"]) == ((3, 6), (4,))
     before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random"), ())
     assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):

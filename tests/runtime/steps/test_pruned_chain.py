@@ -41,7 +41,7 @@ COUNTS = {
         "retain-64+keep-outliers": (128, 110, 74, 42),
         "retain-64+drop-sink": (128, 110, 74, 42),
         "retain-64+no-diversity": (65, 65, 65, 42),
-        "retain-32+serial+raster+visual-keys+compact": (65, 54, 36, 22),
+        "retain-32+raster+visual-keys+compact": (65, 54, 36, 22),
     },
     "gqa-112": {
         "retain-192": (43, 38, 21, 15),
@@ -55,7 +55,7 @@ COUNTS = {
         "retain-64+keep-outliers": (14, 12, 8, 4),
         "retain-64+drop-sink": (14, 12, 8, 4),
         "retain-64+no-diversity": (8, 8, 8, 4),
-        "retain-32+serial+raster+visual-keys+compact": (7, 6, 4, 2),
+        "retain-32+raster+visual-keys+compact": (7, 6, 4, 2),
     },
 }
 BUDGETS = tuple(COUNTS["mha-336"])
@@ -78,7 +78,7 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
             salience,
             reserve=options.reserve.of(len(tokens)),
             diverse=options.diverse.of(len(tokens)),
-            batch=options.diversity_group_size,
+            rounds=options.diversity_rounds,
             remove_outliers=options.remove_outliers,
             aggregate=options.aggregate,
             raster=options.order == "raster",

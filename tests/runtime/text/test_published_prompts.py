@@ -19,6 +19,7 @@ from PIL import Image
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sinkprune import Clip, Pipeline
+from sinkprune.export.families.internvl import InternVL
 from sinkprune.export.families.llava import Llava
 from sinkprune.export.families.llava_next import _MISTRAL_TEMPLATE as MISTRAL_DEFAULT
 from sinkprune.export.families.qwen2_5_vl import Qwen25VL
@@ -28,13 +29,14 @@ from sinkprune.runtime.text.prompt import Prompt
 from sinkprune.serving.chat_request import ChatReader
 from support.models.checkpoints import MISTRAL_TEMPLATE, TEMPLATE
 from support.models.clips import frames
+from support.models.internvl_checkpoints import TEMPLATE as INTERNVL_TEMPLATE
 from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
-from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.tool_templates import TOOL_TEMPLATE
 from support.references.picture_prompts import clips_of, processed
 
 QWEN = ("qwen", "qwen2-vl", "qwen3-vl")
-NAMES = ("gqa-112", "next", "next-mistral", *QWEN)
+VIDEO = (*QWEN, "internvl")
+NAMES = ("gqa-112", "next", "next-mistral", *VIDEO)
 FPS = 2
 ONE, TWO, THREE = ({"type": "image_url", "image_url": {"url": str(number)}} for number in range(3))
 EVEN, ODD = ({"type": "video_url", "video_url": {"url": str(frames)}} for frames in (4, 7))
@@ -91,13 +93,13 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    pipe = pipeline(name, max_images=3, **({"max_frames": 8} if name in QWEN else {}))
+    pipe = pipeline(name, max_images=3, **({"max_frames": 8} if name in VIDEO else {}))
     turned = photo.transpose(Image.Transpose.ROTATE_180)
     images = [photo.resize((224, 200)), turned.resize((300, 150)), photo.resize((112, 56))]
     clips = {str(count): Clip(frames(count, (170, 140), photo), fps=FPS) for count in (4, 7)}
     pictures: Any = SimpleNamespace(image=lambda url, _: images[int(url)], video=lambda url, _: clips[url])
     reader = ChatReader("m", "none", "sinkpruner", pipe, pictures)
-    cases = {**CONVERSATIONS, **(CLIPS if name in QWEN else {})}
+    cases = {**CONVERSATIONS, **(CLIPS if name in VIDEO else {})}
     for what, conversation in cases.items():
         request = reader.read(json.dumps({"model": "m", "messages": conversation}).encode()).request
         seen = [decoded(picture, pipe.family) for picture in request.pictures]
@@ -105,7 +107,8 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
         shown = [picture for picture in seen if isinstance(picture, Image.Image)]
         [videos] = [clips_of(pipe, clip, FPS) for clip in seen if not isinstance(clip, Image.Image)] or [{}]
         expected = processed(name, checkpoint(name), theirs(conversation), shown, videos)
-        tokens = [pipe.bundle.manifest.tokens.image if picture in shown else VIDEO_TOKEN for picture in seen]
+        ids = pipe.bundle.manifest.tokens
+        tokens = [ids.image if picture in shown else ids.video or ids.image for picture in seen]
         prompt = pipe._model.encode_prompt(request, layouts)
         assert with_rows(prompt, layouts, tokens) == expected["input_ids"][0].tolist(), what
         if shown:
@@ -121,6 +124,7 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
 @pytest.mark.parametrize(
     ("ours", "published"),
     [
+        (InternVL.chat_template, INTERNVL_TEMPLATE),
         (Llava.chat_template, TEMPLATE),
         (MISTRAL_DEFAULT, MISTRAL_TEMPLATE),
         (Qwen25VL.chat_template, QWEN_TEMPLATE),

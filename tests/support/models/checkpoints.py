@@ -68,6 +68,8 @@ class NextShape:
     decoder: str = "llama"
     num_layers: int = 6
     num_kv_heads: int = 4
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """What the decoder's configuration has in addition."""
 
 
 def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
@@ -98,7 +100,12 @@ def make_llava_next_checkpoint(folder: Path, shape: NextShape, seed: int = 0) ->
     own: dict[str, Any] = {"sliding_window": None} if shape.decoder == "mistral" else {}
     config = LlavaNextConfig(
         vision_config=_vision(SIDE),
-        text_config={"model_type": shape.decoder, **small_decoder(shape.num_layers, shape.num_kv_heads), **own},
+        text_config={
+            "model_type": shape.decoder,
+            **small_decoder(shape.num_layers, shape.num_kv_heads),
+            **own,
+            **shape.text,
+        },
         image_token_index=IMAGE_TOKEN,
         image_grid_pinpoints=PINPOINTS,
     )
@@ -115,14 +122,20 @@ def save_random_model(
     template: str,
     stop: int | Sequence[int],
     seed: int,
+    moved: Sequence[str] = (),
 ) -> None:
-    """Write a model of `config` with random weights, its tokenizer, chat template and stop tokens."""
+    """Write a model of `config` with random weights, its tokenizer, chat template and stop tokens.
+
+    Parameters with one of `moved` in their names are not as at the start of a training, such as 0 or 1.
+    """
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif any(part in name for part in moved):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.generation_config.eos_token_id = stop
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -13,6 +13,14 @@ VIDEO_BUDGETS = (
     "prune-80+no-sanitizer",
     "prune-88.9+per-frame+raster",
 )
+INTERNVL_BUDGETS = (
+    "prune-66.7",
+    "prune-77.8+compact",
+    "prune-80+raster",
+    "prune-88.9+keep-outliers+visual-keys",
+    "prune-80+no-sanitizer",
+)
+"""Frames of InternVL's clips are sanitised apart."""
 LIMITS: dict[str, Any] = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
 
 

@@ -40,6 +40,27 @@ NEXT_CONFIG: dict[str, Any] = {
     "model_type": "llava_next",
     "text_config": {**CONFIG["text_config"], "model_type": "mistral", "sliding_window": None, "head_dim": 64},
 }
+# Sixteen tokens a tile
+INTERNVL_CONFIG: dict[str, Any] = {
+    "model_type": "internvl",
+    "image_token_id": 303,
+    "image_seq_length": 16,
+    "vision_config": {
+        "model_type": "internvl_vision",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "attention_bias": True,
+        "image_size": [112, 112],
+    },
+    "text_config": {
+        **CONFIG["text_config"],
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "eos_token_id": 300,
+    },
+}
 # The tower's heads are 80, as in the real model.
 QWEN_CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl",

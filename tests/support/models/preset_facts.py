@@ -9,7 +9,7 @@ from typing import Any
 
 from sinkprune.contract.checks import to_json
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS, SAME_SHAPES
 from sinkprune.export.dialects import load_dialect
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph
@@ -68,8 +68,8 @@ def facts_of(name: str, config: Mapping[str, Any]) -> PresetFacts:
 
 def written() -> str:
     """The content of `presets.json`."""
-    facts = {name: to_json(facts_of(name, config)) for name, config in PRESETS.items()}
-    return json.dumps(facts, indent=1) + "\n"
+    own = {name: to_json(facts_of(name, config)) for name, config in PRESETS.items() if name not in SAME_SHAPES}
+    return json.dumps({**own, **SAME_SHAPES}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -136,19 +138,23 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     return folder
 
 
-def qwen_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(
+    tools: bool = False, specials: Mapping[int, str] = MappingProxyType(SPECIALS), **roles: Any
+) -> PreTrainedTokenizerFast:
     """A tokenizer of Qwen's kind: bytes, no BOS, special tokens behind the words, and with `tools` those of calls."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=min(SPECIALS), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=min(specials), initial_alphabet=alphabet, show_progress=False)
     text = "system user assistant What is in the picture? Describe the image. Which colour is the cup on the table?"
     backend.train_from_iterator([text, text.lower(), *[TOOL_TEMPLATE] * tools], trainer)
-    while backend.get_vocab_size() < min(SPECIALS):
+    while backend.get_vocab_size() < min(specials):
         backend.add_tokens([f" filler{backend.get_vocab_size()}"])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
-    assert {backend.token_to_id(token): token for token in SPECIALS.values()} == SPECIALS
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials.values()])
+    assert {backend.token_to_id(token): token for token in specials.values()} == specials
     if tools:
         backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in CALL_TOKENS])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", **roles
+    )

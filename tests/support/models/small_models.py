@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
+from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
 from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
 from support.models.pi05_checkpoints import make_pi05_checkpoint
@@ -65,6 +66,25 @@ PI05_SHAPES = {
     "pi0.5-bare": Pi0Shape(image_size=84, num_layers=18, num_heads=2, chunk=1, statistics=False),
 }
 
+INTERNVL_SHAPES = {
+    "internvl": InternVLShape(),
+    # Settings of the 38B's tower, and others that no published checkpoint has.
+    "internvl3.5": InternVLShape(
+        image_size=224,
+        ratio=0.25,
+        num_layers=7,
+        num_kv_heads=1,
+        tied=True,
+        text={"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
+        vision={
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+            "use_mean_pooling": False,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        tiles=(2, 6),
+    ),
+}
 OPENVLA_SHAPES = {
     "openvla-oft": OpenVlaShape(),
     # BRIDGE's numbers.
@@ -88,6 +108,8 @@ def make_small_model(name: str, folder: Path) -> None:
         make_pi0_checkpoint(folder, PI0_SHAPES[name])
     elif name in PI05_SHAPES:
         make_pi05_checkpoint(folder, PI05_SHAPES[name])
+    elif name in INTERNVL_SHAPES:
+        make_internvl_checkpoint(folder, INTERNVL_SHAPES[name])
     elif name in (openvla := {**OPENVLA_SHAPES, **OPENVLA_TOKEN_SHAPES}):
         make_openvla_checkpoint(folder, openvla[name])
     elif name in NEXT_SHAPES:

@@ -13,10 +13,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sinkprune.contract.budgets import parse_budget
 from sinkprune.runtime.steps.answer import Answer
-from support.references.reference import keep_rows, text_attention
+from support.references.reference import largest, text_attention
 
 Array = np.ndarray[Any, Any]
 Asking = Callable[[Array, list[int], list[int]], list[int]]
+Choose = Callable[[Array, Array, int], list[int]]
 
 
 @dataclass
@@ -54,6 +55,7 @@ def masked_forward(
     later: Array | None = None,
     asking: Asking = lambda hidden, visual, text: text,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    choose: Choose = lambda scores, hidden, count: largest(scores, min(count, len(scores))),
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
 
@@ -62,6 +64,7 @@ def masked_forward(
     keys. `later` are rows behind the prefill, which no stage touches.
     `asking` names the rows that score, from the hidden states [S,d] behind the layer and the visual and text rows;
     all are places among the survivors. `heads` are those that score at a pruning layer; all, if it is not there.
+    `choose` gives the places of an image's rows that survive, from their scores, hidden states and quota.
     """
     llama = model.model.language_model
     options = parse_budget(sequence.family, budget)
@@ -97,8 +100,8 @@ def masked_forward(
             quotas = quota if isinstance(quota, list) else [quota] * len(images)
             for image, most in zip(images, quotas, strict=True):
                 own = [place for place, row in enumerate(visual) if alive[row] in image]
-                rows_of_image = [visual[place] for place in own]
-                kept &= set(keep_rows(scores[own], len(alive), rows_of_image, most))
+                chosen = choose(scores[own], hidden[0, alive].numpy()[[visual[place] for place in own]], most)
+                kept -= {visual[place] for number, place in enumerate(own) if number not in chosen}
             result.survivors[number] = [alive[place] for place in sorted(kept)]
             visible[:prefilled] = False
             visible[result.survivors[number]] = True

@@ -24,10 +24,17 @@ class MergedTower(NamedTuple):
 
 
 @torch.no_grad()
-def merged_tower(tower: Any, pixels: torch.Tensor, blocks: int, merges: Mapping[int, int]) -> MergedTower:
-    """Run the first `blocks` blocks of a CLIP or SigLIP `tower` of transformers on `pixels` [1,3,h,w]."""
+def merged_tower(
+    tower: Any, pixels: torch.Tensor, blocks: int, merges: Mapping[int, int], places: Array | None = None
+) -> MergedTower:
+    """Run the first `blocks` blocks of a CLIP or SigLIP `tower` of transformers on `pixels` [1,3,h,w].
+
+    With `places` [N], the other patches are left out.
+    """
     x = tower.embeddings(pixels)
     special = int(hasattr(tower, "pre_layrnorm"))
+    if places is not None:
+        x = torch.cat([x[:, :special], x[:, special + torch.from_numpy(places)]], 1)
     x = tower.pre_layrnorm(x) if special else x
     owner, attention = np.arange(x.shape[1] - special), []
     for block, layer in enumerate(tower.encoder.layers[:blocks]):

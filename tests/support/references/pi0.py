@@ -163,7 +163,7 @@ def sanitized_rows(
                 salience,
                 reserve=options.reserve.of(count),
                 diverse=options.diverse.of(count),
-                batch=options.diversity_group_size,
+                rounds=options.diversity_rounds,
                 remove_outliers=options.remove_outliers,
                 aggregate=options.aggregate,
                 raster=options.order == "raster",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -19,6 +20,8 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from sinkprune import Pipeline
@@ -88,7 +91,9 @@ def question(pieces: str | list[str], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def clips_of(pipe: Pipeline, clip: SampledFrames, fps: float) -> dict[str, Any]:
-    """Return what the video processor gives for a clip of `fps` frames a second, without the pixels."""
+    """Return what the video processor gives for a clip of `fps` frames a second; of Qwen's, without the pixels."""
+    if pipe.bundle.manifest.family == "internvl":
+        return {"pixel_values_videos": [torch.from_numpy(pipe.family.inputs(clip)["pixel_values"])]}
     indices = np.array([round(second * fps) for second in clip.seconds])
     metadata = SimpleNamespace(fps=fps, frames_indices=indices)
     return {"video_grid_thw": torch.tensor([patch_grid(pipe, clip)]), "video_metadata": [metadata]}
@@ -108,6 +113,8 @@ def processed(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     given = {"images": list(images)} if images else {}
+    if name.startswith("internvl"):
+        return _of_internvl(tokenizer, folder, text, list(images), clips)
     if not name.startswith("qwen"):
         kind, pixels = (
             (LlavaNextProcessor, LlavaNextImageProcessorPil)
@@ -132,9 +139,35 @@ def processed(
     return {**ids, "mm_token_type_ids": (ids["input_ids"] == IMAGE_TOKEN).int(), **pictures}
 
 
+def _of_internvl(
+    tokenizer: Any, folder: Path, text: str, images: list[Image.Image], clips: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the same of InternVLProcessor, which needs torchvision too. Pixels are those of images, or of clips."""
+    processor = InternVLProcessor.__new__(InternVLProcessor)
+    processor.image_processor = GotOcr2ImageProcessorPil.from_pretrained(folder)
+    processor.tokenizer, processor.video_processor = tokenizer, SimpleNamespace()
+    for role in ("start_image_token", "end_image_token", "video_token"):
+        setattr(processor, role, getattr(tokenizer, role))
+    processor.image_token = tokenizer.context_image_token
+    processor.image_seq_length = json.loads((folder / "config.json").read_text())["image_seq_length"]
+    options = {**processor.images_kwargs, "return_tensors": "pt"}
+    pictures = processor.image_processor(images, **options) if images else {}
+    videos: Sequence[Any] = clips.get("pixel_values_videos", ())
+    texts, _ = processor.get_text_with_replacements(
+        [text],
+        [processor.replace_image_token(pictures, each) for each in range(len(images))],
+        [processor.replace_video_token({"pixel_values_videos": videos}, each) for each in range(len(videos))],
+    )
+    pixels = pictures["pixel_values"] if images else torch.cat([*videos])
+    return {**tokenizer(texts, return_tensors="pt"), "pixel_values": pixels}
+
+
 def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float) -> dict[str, Any]:
     """Return the inputs of transformers' `model` for a question about a clip of `fps` frames a second."""
     ids = torch.tensor([clip_ids(pipe, folder, clip, fps)])
+    if pipe.bundle.manifest.family == "internvl":
+        [pixels] = clips_of(pipe, clip, fps)["pixel_values_videos"]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),

@@ -21,7 +21,8 @@ def sanitized(pipe: Pipeline, picture: Picture, budget: str) -> tuple[Array, lis
     """Return the tokens that the reference's sanitizer keeps, their sources by group, and DeepStack features."""
     options = parse_budget(pipe.bundle.manifest.family, budget)
     features, deepstack = [*tower_output(pipe, picture)], deepstack_output(pipe, picture)
-    if isinstance(picture, SampledFrames) and options.sanitizer and options.frames == "together":
+    as_one = pipe.bundle.manifest.any_resolution and options.frames == "together"
+    if isinstance(picture, SampledFrames) and options.sanitizer and as_one:
         features = [x.reshape(1, -1, *x.shape[2:]) for x in features]
         deepstack = None if deepstack is None else deepstack.reshape(len(deepstack), 1, -1, deepstack.shape[-1])
     kept, indices, beside = [], [], []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from support.references.reference import cosines
+from support.references.reference import centred, cosines
 from support.references.reference_methods import Array, Kept
 
 
@@ -25,7 +27,9 @@ def text_scores(salience: Array, embeddings: Array, question: Array, outliers: l
     return scores
 
 
-def cdpruner(tokens: Array, embeddings: Array, question: Array, k: int, *, qwen: bool = False) -> Kept:
+def cdpruner(
+    tokens: Array, embeddings: Array, question: Array, k: int, *, qwen: bool = False, centring: bool = False
+) -> Kept:
     """The greedy maximum of a determinant of cosines, weighted by relevance to the `question` [T,d].
 
     The gain of a token is what the tokens taken leave of its own entry of the kernel: a Schur complement, solved anew
@@ -34,7 +38,11 @@ def cdpruner(tokens: Array, embeddings: Array, question: Array, k: int, *, qwen:
     relevance = np.mean(_cosines_between(embeddings, question), axis=1)
     spread = relevance.max() - relevance.min()
     relevance = (relevance - relevance.min()) / spread if spread > 2.0**-18 else np.ones(len(relevance))
-    kernel = relevance[:, None] * cosines(embeddings) * relevance
+    compared = embeddings
+    if centring:
+        compared, distinctive = centred(embeddings)
+        relevance *= distinctive
+    kernel = relevance[:, None] * cosines(compared) * relevance
     index: list[int] = []
     taken: list[int] = []
     while len(index) < k:
@@ -87,7 +95,7 @@ def _shares(logits: Array) -> Array:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-READ_THE_QUESTION = {"cdpruner": cdpruner, "mmtok": mmtok}
+READ_THE_QUESTION = {"cdpruner": cdpruner, "cdpruner+centred": partial(cdpruner, centring=True), "mmtok": mmtok}
 """Methods that drop tokens before the LLM only. They also take the rows of tokens and words that the LLM receives."""
 READING_SANITIZERS = ("sinkpruner-text", "sinkpruner-text-heads")
 """SinkPruner's methods whose sanitizer takes tokens by `text_scores`."""

@@ -24,12 +24,33 @@ def cosines(tokens: Array) -> Array:
     return np.round(unit @ unit.T, 12)
 
 
-def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int, batch: int) -> list[int]:
-    """Rule 4: `count` candidates least similar to what is kept, `batch` at a time."""
+def centred(tokens: Array) -> tuple[Array, Array]:
+    """The rows without their mean, and how distinctive each is, from 0 to 1: its mean cosine with all, negated."""
+    rows, similar = tokens.astype(np.float64), cosines(tokens).mean(axis=1)
+    spread = similar.max() - similar.min()
+    distinctive = (similar.max() - similar) / spread if spread > 2.0**-18 else np.ones(len(rows))
+    return rows - rows.mean(axis=0), distinctive
+
+
+def diversity(
+    tokens: Array,
+    candidates: list[int],
+    kept: list[int],
+    count: int,
+    rounds: int,
+    preference: Array | None = None,
+) -> list[int]:
+    """Rule 4: `count` candidates least similar to what is kept, in `rounds` rounds or more.
+
+    With a preference [N]: of largest preference times distance, in steps of 2**-16.
+    """
+    batch = min(16, count // rounds) or 1
     similarity = cosines(tokens)
     kept, remaining, chosen = list(kept), list(candidates), []
     while len(chosen) < count:
         closeness = {x: max((similarity[x, s] for s in kept), default=-np.inf) for x in remaining}
+        if preference is not None:
+            closeness = {x: np.round(preference[x] * (max(c, -1) - 1) * 2**16) for x, c in closeness.items()}
         order = sorted(remaining, key=lambda x: (closeness[x], x))
         taken = order[: min(batch, count - len(chosen))]
         chosen += taken
@@ -46,10 +67,11 @@ def sanitize(
     reserve: int,
     diverse: int,
     per_mille: int = 10,
-    batch: int = 16,
+    rounds: int = 8,
     remove_outliers: bool = True,
     aggregate: bool = True,
     raster: bool = False,
+    centring: bool = False,
 ) -> tuple[Array, list[int]]:
     """Rules 1 to 5 for one group [N,D]: the kept tokens [n0,D] and their source indices."""
     n = len(tokens)
@@ -58,7 +80,8 @@ def sanitize(
     reserve = min(reserve, len(low))
     diverse = min(diverse, len(low) - reserve)
     res = [low[i] for i in largest(salience[low], reserve)]
-    div = diversity(tokens, [i for i in low if i not in res], res, diverse, batch)
+    compared, preference = centred(tokens) if centring else (tokens, None)
+    div = diversity(compared, [i for i in low if i not in res], res, diverse, rounds, preference)
     index = sorted(res + div) if raster else sorted(res) + sorted(div)
     kept = tokens[index]
     if outliers and aggregate:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.references.reference import cosines, diversity, largest, sanitize
+from support.references.reference import centred, cosines, diversity, largest, sanitize
 
 Array = np.ndarray[Any, Any]
 Kept = tuple[Array, list[int]]
@@ -32,14 +32,15 @@ def fastervlm(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
-def divprune(tokens: Array, norms: Array, salience: Array, k: int, batch: int = 16) -> Kept:
-    """The token least like any other, then those least like what is kept."""
-    similarity = cosines(tokens)
+def divprune(tokens: Array, norms: Array, salience: Array, k: int, *, centring: bool = False) -> Kept:
+    """The token least like any other, then those least like what is kept; with `centring`, Cen-Prune's rule."""
+    compared, preference = centred(tokens) if centring else (tokens, None)
+    similarity = cosines(compared)
     n = len(tokens)
     closest = [max((similarity[i, j] for j in range(n) if j != i), default=-np.inf) for i in range(n)]
     first = min(range(n), key=lambda i: (closest[i], i))
     others = [i for i in range(n) if i != first]
-    index = sorted([first, *diversity(tokens, others, [first], k - 1, batch)])
+    index = sorted([first, *diversity(compared, others, [first], k - 1, 8, preference)])
     return tokens[index], index
 
 
@@ -225,29 +226,31 @@ def vispruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
-def holov(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
-    """Sixteen parts in raster order. Each keeps its share of the tokens by weight, rounded down, of its most salient;
-    what is left goes to the parts of largest weight, and then to the most salient tokens that are not kept."""
-    n = len(tokens)
-    scaled = salience.astype(np.float64) / (np.abs(salience).max() or 1.0)
-    bounds = np.cumsum([0] + [n // 16 + (part < n % 16) for part in range(16)])
-    parts = [list(range(start, end)) for start, end in pairwise(bounds.tolist())]
-    similarity, weights = cosines(tokens), []
-    for own in parts:
-        varied = 0.0
-        for i in own if len(own) > 1 else []:
-            similar = [0.0 if j == i else similarity[i, j] for j in own]
-            mean = sum(similar) / (len(own) - 1)
-            varied += sum((one - mean) ** 2 for one in similar) / (len(own) - 1) / len(own)
-        salient = float(np.mean(scaled[own])) if own else 0.0
-        weights.append(salient * (1 + 0.09 * varied / (varied + 1e-6)))
-    shares = np.array(weights) / max(sum(weights), 1e-30)
-    counts = [math.floor(share * k + 2.0**-10) for share in shares]
-    for part in largest(np.round(shares * 4096), max(0, k - sum(counts))):
-        counts[part] += 1
-    index = [own[i] for own, count in zip(parts, counts, strict=True) for i in largest(scaled[own], count)]
-    rest = [i for i in range(n) if i not in index]
-    index = sorted(index + [rest[i] for i in largest(scaled[rest], k - len(index))])
+def tops_rows(rows: Array, relevance: Array, k: int) -> list[int]:
+    """The rows of TOPS, ascending: first the most relevant, then by relevance + (coverage + distance) / 2. Each is
+    scaled to 0 to 1 over the rows that are left. Scores within 2**-12 are equal, and cosines above 1 - 2**-18."""
+    similarity = np.minimum(cosines(rows), 1 - 2.0**-18)
+    relevance = relevance.astype(np.float64) / (np.abs(relevance).max(initial=0) or 1.0)
+    free, taken = [*range(len(rows))], list[int]()
+
+    def scaled(values: Array, least: float) -> Array:
+        return (values - values[free].min()) / max(np.ptp(values[free]), least)
+
+    relevant = scaled(relevance, 1e-30)
+    while len(taken) < k:
+        scores = relevant
+        if taken:
+            closest = similarity[:, taken].max(axis=1)
+            gain = np.maximum(similarity - closest, 0).sum(axis=1)
+            scores = relevant + (scaled(gain, 2.0**-10) + scaled(1 - closest, 2.0**-10)) / 2
+        taken.append(next(i for i in free if scores[i] >= scores[free].max() - 2.0**-12))
+        free.remove(taken[-1])
+    return sorted(taken)
+
+
+def tops(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The first step of TOPS, whose relevance is the salience."""
+    index = tops_rows(tokens, salience, k)
     return tokens[index], index
 
 
@@ -278,6 +281,7 @@ BEFORE_LLM = {
     "uniform": uniform,
     "fastervlm": fastervlm,
     "divprune": divprune,
+    "divprune+centred": partial(divprune, centring=True),
     "dart": dart,
     "visionzip": visionzip,
     "visionzip+filter": visionzip_filter,
@@ -285,7 +289,6 @@ BEFORE_LLM = {
     "prunesid": prunesid,
     "scope": scope,
     "vispruner": vispruner,
-    "holov": holov,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
 ON_A_GRID = {**BEFORE_LLM, "downsample": downsample, "downsample-ttft": downsample}
@@ -324,11 +327,10 @@ def _last_row(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
 
 IN_LLM = {
     "fastv": InLlm((2,), _last_row),
-    "pyramiddrop": InLlm((8, 16, 24), _last_row),
     "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
 }
 """Methods that drop tokens inside the LLM only."""
-TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
+TWO_STAGES = {"vscan": InLlm((16,), _last_row), "tops": InLlm((12, 24), rows_like_the_image)}
 """Methods that drop tokens before the LLM too."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""

@@ -38,6 +38,8 @@ class FakeDevice:
     def __init__(self, *, has_graphs: bool = True, compute_capability: int = 86, total: int = 1 << 30) -> None:
         self.has_graphs, self.compute_capability, self.total = has_graphs, compute_capability, total
         self.calls: list[str] = []
+        self.reads: list[tuple[int, ...]] = []
+        """The shapes of what the host has read."""
         self.allocations: dict[int, np.ndarray[Any, Any]] = {}
         self._queue: list[Callable[[], None]] = []
         self._recorded: list[Callable[[], None]] | None = None
@@ -80,6 +82,7 @@ class FakeDevice:
 
     def copy_out(self, array: np.ndarray[Any, Any], address: int) -> None:
         self.calls.append("copy_out")
+        self.reads.append(array.shape)
         self.flush()
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 

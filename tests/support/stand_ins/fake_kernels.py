@@ -79,7 +79,7 @@ def _diversity(
     masks, kept = _at(candidate, (groups, n), "int32"), _at(reserved, (groups, reserves), "int64")
     for group in range(groups):
         allowed = np.flatnonzero(masks[group]).tolist()
-        found = reference.diversity(rows[group], allowed, kept[group].tolist(), count, batch)
+        found = reference.diversity(rows[group], allowed, kept[group].tolist(), count, count // batch)
         _at(chosen, (groups, count), "int64")[group] = sorted(found)
 
 

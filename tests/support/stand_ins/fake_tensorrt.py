@@ -26,9 +26,8 @@ from sinkprune.contract.bundle import (
     Limits,
 )
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.engines.build import frame_jobs
-from sinkprune.engines.profiles import optimisation_profiles
-from sinkprune.runtime.frames import FrameForm
+from sinkprune.engines.build import small_jobs
+from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles
 from support.stand_ins.fake_device import FakeDevice
 
 Array = np.ndarray[Any, Any]
@@ -261,15 +260,14 @@ def build_fake_engines(
     bundle: Bundle,
     folder: Path,
     activations: Mapping[str, int] = ACTIVATIONS,
-    form: FrameForm | None = None,
 ) -> FakeBuild:
-    """Write fake engines of every graph for `LIMITS`, and of the graphs of frames in `form`, and `engines.json`."""
+    """Write fake engines of every graph for `LIMITS`, and `engines.json`."""
     engines = {}
     jobs = {
         graph: (bundle.manifest.graphs[graph], bundle.path / bundle.manifest.graphs[graph].file, own)
         for graph, own in optimisation_profiles(bundle.manifest, LIMITS).items()
     }
-    for job in frame_jobs(form, folder.parent) if form else ():
+    for job in small_jobs(SmallGraphs.of(bundle.manifest), folder.parent):
         jobs[job.model.graph] = (job.model.spec, folder.parent / job.model.name, job.optimisation_profiles)
     for graph, (spec, file_of_graph, own) in jobs.items():
         need = activations.get(graph, 2000)

@@ -58,7 +58,7 @@ def diversity(
     candidate: torch.Tensor,
     reserved: torch.Tensor,
     count: int,
-    batch: int,
+    rounds: int,
 ) -> Case:
     """Return the case of `DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]; writes `chosen`."""
     groups, n, width = tokens.shape
@@ -70,7 +70,7 @@ def diversity(
         "chosen": torch.full((groups, count), -1, dtype=torch.int64),
         "workspace": torch.full((launches.diversity_workspace(groups, n) // 4,), torch.nan),
     }
-    sizes = {"G": groups, "N": n, "D": width, "R": reserved.shape[1], "count": count, "batch": batch}
+    sizes = {"G": groups, "N": n, "D": width, "R": reserved.shape[1], "count": count, "rounds": rounds}
     return Case(launches.diversity_launches, memory, sizes)
 
 

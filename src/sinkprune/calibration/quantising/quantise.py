@@ -24,7 +24,7 @@ from sinkprune.calibration.quantising.graphs import (
     weight_graphs,
 )
 from sinkprune.calibration.quantising.rounding import CalibratedMatrix, calibrated
-from sinkprune.contract.budgets import MERGING_TOWER
+from sinkprune.contract.budgets import OTHER_TOWERS
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
@@ -199,10 +199,12 @@ def quantised_forms(
             f"--vision-weights is {forms.vision}, expected int8 or int4, or {own.vision}, which leaves the tower as "
             "it is."
         )
-    if forms.vision != own.vision and MERGING_TOWER in manifest.graphs:
+    others = [graph for graph in OTHER_TOWERS.values() if graph in manifest.graphs]
+    if forms.vision != own.vision and others:
         raise UsageError(
-            f"the tower's weights would become {forms.vision}, and the graph '{MERGING_TOWER}' reads the same. Leave "
-            f"the tower as it is with --vision-weights {own.vision}, or export the bundle without option 'tower'."
+            f"the tower's weights would become {forms.vision}, and the graph '{others[0]}' reads the same. Leave the "
+            f"tower as it is with --vision-weights {own.vision}, or export the bundle without options 'tower' and "
+            "'bars'."
         )
     return forms
 

@@ -76,10 +76,10 @@ def measure_attention(
     rows = lay_out(backend, pipeline.embedding, between, texts, [layout], [encoded], pruned=False)
     # Rows at the end of a line have no token.
     source, received = layout.unpruned_rows, []
-    cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
+    tables = rows.rotary_tables(backend, chain.rotary)
     hidden, added = rows.hidden, rows.deepstack_inputs
     for decoder in chain.decoders[:-1]:
-        outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
+        outputs = decoder({"hidden": hidden, **tables, **added}, decoder.new_cache())
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
         query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))

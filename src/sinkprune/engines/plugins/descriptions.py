@@ -110,7 +110,7 @@ PLUGINS = (
         ),
         shape_inputs=(PluginTensor("count", "int64", (1,)),),
         outputs=(PluginTensor("chosen", "int64", ("G", "count")),),
-        attributes=("batch",),
+        attributes=("rounds",),
         workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
         launches=diversity_launches,
     ),

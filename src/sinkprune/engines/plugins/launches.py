@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import diversity_group
 from sinkprune.contract.errors import BackendError
 
 ARCHIVE = "kernels.zip"
@@ -139,15 +140,16 @@ def diversity_workspace(groups: int, n: int) -> int:
 
 
 def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
-    """Return the launches of `DiversitySelect`, one a phase: `count` candidates a group, `batch` a round.
+    """Return the launches of `DiversitySelect`, one a phase: `count` candidates a group, in at least `rounds` rounds.
 
     Each round chooses the candidates that are least similar to the kept tokens.
 
     `addresses` by name: tokens [G,N,D] of `dtype`, candidate [G,N] int32, not 0 where true, at least `count` in each
     group, reserved [G,R] int64 (any address where R is 0); out: chosen [G,`count`] int64, ascending; workspace.
-    `sizes` are G, N, D, R, `count` and `batch`. The last phase only chooses, so it takes one block a group.
+    `sizes` are G, N, D, R, `count` and `rounds`. The last phase only chooses, so it takes one block a group.
     """
-    n, width, count, batch = sizes["N"], sizes["D"], sizes["count"], sizes["batch"]
+    n, width, count = sizes["N"], sizes["D"], sizes["count"]
+    batch = diversity_group(count, sizes["rounds"])
     kernel = variant("diversity_phase", width, addresses["tokens"])
     inputs = _addresses(addresses, "tokens", "candidate", "reserved")
     outputs = _addresses(addresses, "chosen", "workspace")

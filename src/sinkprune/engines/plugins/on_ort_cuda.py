@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sinkprune.contract.manifest import Dtype
 from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, Plugin, sizes_of
 from sinkprune.engines.plugins.launches import KERNELS, KernelRunner, Launch
 from sinkprune.runtime.backends import Engine
@@ -18,7 +19,7 @@ from sinkprune.runtime.backends.device_memory import DeviceTensor, Shapes
 from sinkprune.runtime.backends.models import Model, message_class
 from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, add_value
 from sinkprune.runtime.backends.onnxruntime.cuda import CudaEngine, OrtCudaBackend
-from sinkprune.runtime.backends.onnxruntime.small_graphs import sizes_of_graph
+from sinkprune.runtime.backends.onnxruntime.sizes_on_device import sizes_of_graph
 from sinkprune.runtime.device.captures import captured_on_stream
 
 _PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
@@ -46,11 +47,15 @@ def load(backend: OrtCudaBackend, model: Model, runner: KernelRunner | None = No
     runner = runner or KernelRunner()
     # Makes the device's context current, which kernels are loaded in.
     backend.gpu.memory()
-    kinds = {tensor.name: tensor.dtype for tensor in model.spec.inputs}
+    dtype = _tokens_dtype(model)
     for node in nodes:
-        dtype = kinds[node.input[_PLUGINS[node.op_type].tokens]]
         runner.prepare([Launch(kernel, dtype, (1, 1, 1), ()) for kernel in KERNELS[node.op_type]])
     return _SplitEngine(backend, model, parsed, runner)
+
+
+def _tokens_dtype(model: Model) -> Dtype:
+    """Return the type of a sanitizer's tokens. A kernel may take them joined with other features."""
+    return next(tensor.dtype for tensor in model.spec.inputs if tensor.name == "tokens")
 
 
 class _Kernel(NamedTuple):
@@ -140,7 +145,7 @@ class _SplitEngine:
         cut = _Cut(parsed)
         self._kernels, self._counts = cut.kernels, dict[tuple[str, str, Shapes], int]()
         self._parts: list[tuple[list[str], CudaEngine | None]] = []
-        tokens = next(tensor.dtype for tensor in model.spec.inputs if tensor.name == "tokens")
+        tokens = _tokens_dtype(model)
         types = dict[str, tuple[int, list[int | str]]]()
         for value in parsed.graph.input:
             # The graph's own names of sizes: equal sizes have one.

@@ -44,8 +44,8 @@ class Builder:
     target: Target
     library_version: str
     compute_capabilities: tuple[int, ...] = ()
-    prepares_frames = False
-    """Whether backends of this target prepare frames by a graph, which then has engines too."""
+    small_graphs = False
+    """Whether backends of this target run graphs that the runtime writes itself, which then have engines too."""
     suffix: str
     """The ending of an engine's file, for example ".engine"."""
 

@@ -29,7 +29,7 @@ from sinkprune.runtime.device.cuda import open_device
 class TensorRTBuilder(Builder):
     """The common part of both libraries; each has a subclass."""
 
-    suffix, prepares_frames = ".engine", True
+    suffix, small_graphs = ".engine", True
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
         """Build with the module `trt` for GPUs of these compute capabilities. `flags` are for `engines.json`."""

@@ -51,6 +51,11 @@ _RENAMINGS = [
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
     (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
     (re.compile(r"^(embed_tokens|layers|norm)\."), r"language_model.\1."),
+    # Cosmos3, whose folder has Qwen3-VL's modules without their prefixes, by the names of diffusers.
+    (re.compile(r"^(blocks|merger|patch_embed|pos_embed|deepstack_merger_list)\."), r"visual.\1."),
+    (re.compile(r"\.self_attn\.to_([qkv])\."), r".self_attn.\1_proj."),
+    (re.compile(r"\.self_attn\.to_out\.(0\.)?"), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.norm_([qk])\."), r".self_attn.\1_norm."),
 ]
 
 
@@ -75,6 +80,8 @@ _OTHER_WEIGHTS = {
     "*-of-*.safetensors": "'{}' is a shard, whose index is missing. Download model.safetensors.index.json too",
     "pytorch_model*.bin*": "'{}' has PyTorch's format. Write safetensors next to it, with torch installed: "
     f"{_SAVE}Model.from_pretrained('{{folder}}', dtype='auto').save_pretrained('{{folder}}')\"",
+    "model_index.json": "'{}' is of a pipeline of diffusers, whose weights lie in folders of their own. Give the "
+    "checkpoint of the model that answers, with its weights beside config.json",
     "consolidated*": "'{}' has the model's original format. Give the same model in transformers' format",
     **dict.fromkeys(
         ("*.gguf", "*.onnx", "onnx", "*.engine"),

@@ -149,6 +149,32 @@ def _qwen3(*shape: int, tied: bool, **vision: Any) -> dict[str, Any]:
     }
 
 
+def _internvl(*shape: int, **text: Any) -> dict[str, Any]:
+    """InternVL3 with the settings of its Qwen2 decoders; `text` has those of others."""
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "image_token_id": 151667,
+        "vision_config": {"model_type": "internvl_vision", "attention_bias": True},
+        "text_config": {
+            "model_type": "qwen2",
+            "vocab_size": 151674,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 151645,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+            **dict(zip(_SHAPE, shape, strict=True)),
+            **text,
+        },
+    }
+
+
+def _internvl3_5(*shape: int) -> dict[str, Any]:
+    text = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return {**_internvl(*shape, **text, **rope), "image_token_id": 151671}
+
+
 def _pi0() -> dict[str, Any]:
     """PaliGemma 3B of 224 pixels with an action expert of 300 M weights, as in openpi's `pi0_base`."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 18}
@@ -214,6 +240,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
+    "internvl3-1b": _internvl(896, 4864, 24, 14, 2),
+    "internvl3-2b": _internvl(1536, 8960, 28, 12, 2),
+    "internvl3-8b": _internvl(3584, 18944, 28, 28, 4),
+    "internvl3.5-1b": _internvl3_5(1024, 3072, 28, 16, 8),
+    "internvl3.5-2b": _internvl3_5(2048, 6144, 28, 16, 8),
+    "internvl3.5-8b": _internvl3_5(4096, 12288, 36, 32, 8),
     "openvla-7b": _openvla(action_dim=7),
     "openvla-7b-oft": _openvla(
         model_type="openvla_oft", action_head={"chunk": 8, "action_dim": 7, "blocks": 2, "state_dim": 8}
@@ -221,6 +253,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pi0": _pi0(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
+SAME_SHAPES = {
+    "cosmos-reason1-7b": "qwen2.5-vl-7b",
+    "cosmos-reason2-2b": "qwen3-vl-2b",
+    "cosmos-reason2-8b": "qwen3-vl-8b",
+    "cosmos3-nano": "qwen3-vl-8b",
+}
+"""Checkpoints of NVIDIA, by the preset whose shapes they have."""
+PRESETS |= {name: PRESETS[same] for name, same in SAME_SHAPES.items()}
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
 
 

@@ -7,6 +7,7 @@ add a family.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 from sinkprune.contract.budgets import FAMILIES
@@ -66,8 +67,8 @@ class Family(Protocol):
     video_fields: type | None = None
     """The TypedDict of the fields read from video_preprocessor_config.json."""
 
-    merging_tower: WriteGraph | None = None
-    """Writes the tower that merges similar tokens, with the weights of `vision`; None if the tower cannot."""
+    other_towers: Mapping[str, WriteGraph] = MappingProxyType({})
+    """Write the tower's other forms, with the weights of `vision`, by graph: `OTHER_TOWERS` as far as it has them."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -118,13 +119,13 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
             "llava-hf/llava-1.5-7b-hf. A fine-tuned one is converted by convert_llava_weights_to_hf.py, or for "
             "LLaVA-NeXT by convert_llava_next_weights_to_hf.py, both in transformers' repository."
         )
-    rows = {row.model_type: row for row in FAMILIES.values()}
+    rows = {name: row for row in FAMILIES.values() for name in (row.model_type, *row.also)}
     row, found = rows.get(model_type or ""), ", ".join(architectures or [str(model_type)])
     # A class of another name computes other things, such as embeddings, of the same layers. pi0.5 may have pi0's.
     # PyTorch's FSDP puts its name before that of the class, and trainers save both.
     classes = {name.removeprefix("FSDP") for name in architectures}
-    if row is None or (classes and classes.isdisjoint(one.architecture for one in rows.values())):
-        supported = ", ".join(row.architecture for row in rows.values())
+    if row is None or (classes and classes.isdisjoint({*rows, *(one.architecture for one in rows.values())})):
+        supported = ", ".join(row.architecture for row in FAMILIES.values())
         text_only = any(name.endswith("ForCausalLM") for name in architectures) and "vision_config" not in config
         kind = ", a text model without a vision tower," if text_only else ","
         raise CheckpointError(

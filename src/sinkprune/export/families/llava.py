@@ -27,7 +27,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, merging, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, other_towers, two_layers
 
 _SIGLIP = "siglip_vision_model"
 FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
@@ -69,6 +69,8 @@ class Llava(LlamaShaped):
     name = "llava"
     projector = "projector"
     most_groups = 1
+    one_square = True
+    """Whether the tower sees one square of each picture."""
     groups_are_frames = False
     decoders: Sequence[str] = ("llama", "mistral", "qwen2")
     rope_types = ("default", "linear")
@@ -116,7 +118,7 @@ class Llava(LlamaShaped):
             self._tower: Callable[..., None] = partial(build_siglip, tower=self.vision, normed=False)
         else:
             self._tower = partial(build_vision, vit=self.vision)
-        self.merging_tower = merging(self.vision, self._tower)
+        self.other_towers = other_towers(self.vision, self._tower, padded=self.one_square)
 
     @property
     def special_tokens(self) -> SpecialTokens:

@@ -32,6 +32,7 @@ class LlavaNext(Llava):
     processors: Sequence[str] = ("LlavaNextImageProcessor",)
     towers: Sequence[str] = ("clip_vision_model",)
     cuts_edges = False
+    one_square = False
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         super().__init__(source, config, salience)

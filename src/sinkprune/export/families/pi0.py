@@ -33,7 +33,7 @@ from sinkprune.export.families.llama_shaped import (
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import build_siglip, merging
+from sinkprune.export.models.vit import build_siglip, other_towers
 
 _Number = Annotated[Number, Bounds(-1e6, 1e6)]
 _Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
@@ -198,7 +198,7 @@ class Pi0(LlamaShaped):
         self.vision = SiglipTower(**tower, salience_block=blocks - (1 if salience == "last" else 2))
         self.visual_width = self.vision.hidden_size
         self._tower = partial(build_siglip, tower=self.vision)
-        self.merging_tower = merging(self.vision, self._tower)
+        self.other_towers = other_towers(self.vision, self._tower, padded=True)
         self._expert = ActionExpert(
             llama=self._read_gemma(expert),
             chunk=self._config.chunk_size,

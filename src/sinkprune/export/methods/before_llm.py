@@ -16,12 +16,19 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import cosines, diversity_select, local_function, unit_rows
+from sinkprune.export.pruning.functions import (
+    ROUNDS,
+    centred,
+    cosines,
+    local_function,
+    unit_rows,
+)
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
     largest,
+    least_similar,
     mask_of,
     new_sanitizer,
     output_tokens,
@@ -31,8 +38,6 @@ from sinkprune.export.pruning.sanitizer import (
 
 PIVOTS = 4
 SEED = 0
-ROUNDS = "sinkprune.rounds"
-"""The domain of the functions that choose one token a round."""
 _FLOAT = ir.DataType.FLOAT
 
 Count = Callable[[], TokenCount]
@@ -50,23 +55,26 @@ def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValue
     return ascending(graph, largest(graph, features.salience, count), count)
 
 
-def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
+def divprune(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count, centring: bool = False
+) -> ir.Value:
     """Keep the tokens least similar to each other, by greedy max-min cosine distance: DivPrune ("DivPrune:
     Diversity-based Visual Token Pruning for Large Multimodal Models").
 
     This is our DIV rule with one reserved token: the one whose largest similarity to any other is smallest. Like DIV
-    it takes several tokens a round. DivPrune's own serial rule is the budget's option `serial`: a round for each
-    token, of 1.6 kB of graph.
+    it takes several tokens a round. DivPrune's own rule takes one. With `centring`, the rule of Cen-Prune: tokens
+    are compared without their mean, and distinctive ones are preferred after the first.
     """
-    most, batch = facts.most_counts(kept).kept, kept.diversity_group_size
+    most = facts.most_counts(kept).kept
     facts.check_ranked(most)
     op = graph.op
-    index = _loneliest(graph, features)
+    tokens, preference = centred(op, features.tokens) if centring else (features.tokens, None)
+    index = _loneliest(graph, tokens)
     if most > 1:
-        function = diversity_select(rounds=-(-(most - 1) // batch), opset=facts.dialect.OPSET)
         count = k()
+        left = count - 1 if isinstance(count, int) else op.Sub(count, [1])
         candidate = op.Not(mask_of(graph, features, index))
-        others = op.call(function, features.tokens, candidate, index, op.Sub(as_vector(count), [1]), batch=batch)
+        others = least_similar(graph, facts, kept, tokens, candidate, index, left, most - 1, preference)
         index = ascending(graph, op.Concat(index, others, axis=1), count)
     return index
 
@@ -122,12 +130,12 @@ def _n_and_k(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, i
     return tokens, graph.op.Constant(value_ints=as_vector(count)) if isinstance(count, int) else count
 
 
-def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
+def _loneliest(graph: Graph, tokens: ir.Value) -> ir.Value:
     """Return [G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
-    place = places(graph, features.norms)
-    everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(features.norms))
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
+    place = places(graph, unit)
+    everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(unit, start=0, end=2))
     itself = op.Equal(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
     similarity = op.Where(itself, float("-inf"), cosines(op, unit, everyone))
     return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
@@ -190,6 +198,7 @@ def chosen_in_rounds(
 
 build_fastervlm = partial(build_before, fastervlm, "reserve")
 build_divprune = partial(build_before, divprune, "diverse")
+build_divprune_centred = partial(build_before, partial(divprune, centring=True), "diverse")
 build_dart = partial(build_before, dart, "diverse")
 build_uniform = partial(build_before, uniform, "diverse")
 build_random = partial(build_before, random, "diverse")

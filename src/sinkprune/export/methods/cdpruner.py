@@ -14,7 +14,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, best_token, build_before, chosen_in_rounds
-from sinkprune.export.pruning.functions import gathered
+from sinkprune.export.pruning.functions import centred, gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import TowerValues, mean_cosines, rows_in_llm
 
@@ -22,16 +22,23 @@ EQUAL = 2.0**-18
 """Relevances, and gains of at most 1, that differ by no more are equal."""
 
 
-def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
+def cdpruner(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count, centring: bool = False
+) -> ir.Value:
     """Return [G,k]: the greedy maximum of det(L') over sets of k tokens, in ascending order.
 
     L' = diag(r) L diag(r) [G,N,N]. L are the cosines of the tokens as the LLM receives them. The relevance r [G,N] is
     the mean cosine of a token with the words of the question, scaled to 0 to 1; 1 if all are equally relevant.
+
+    With `centring`, the rule of Cen-Prune: L are cosines of centred tokens, and r is multiplied by distinctiveness.
     """
     op = graph.op
-    tokens, question = rows_in_llm(facts, graph, features)
-    relevance = op.Unsqueeze(_scaled(op, mean_cosines(op, tokens, question)), [2])
-    weighted = op.Mul(tokens, relevance)
+    rows, question = rows_in_llm(facts, graph, features)
+    quality = _scaled(op, mean_cosines(op, unit_rows(op, rows), unit_rows(op, question)))
+    if centring:
+        rows, distinctive = centred(op, rows)
+        quality = op.Mul(quality, distinctive)
+    weighted = op.Mul(unit_rows(op, rows), op.Unsqueeze(quality, [2]))
     kernel = op.MatMul(weighted, op.Transpose(weighted, perm=[0, 2, 1]))
     gain = op.ReduceSumSquare(weighted, [-1], keepdims=0)
     # A row of zeros stands for the factor before the first round.
@@ -40,6 +47,7 @@ def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
 
 
 build = partial(build_before, cdpruner, "diverse")
+build_centred = partial(build_before, partial(cdpruner, centring=True), "diverse")
 
 
 def _scaled(op: Any, values: ir.Value) -> ir.Value:

@@ -6,7 +6,7 @@ All keep every token up to their first cut, and meet the budget's mean.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, prune_layers, scaled_layers
-from sinkprune.export.pruning.equal_mean import constant_ratio, scaled_stages
+from sinkprune.export.pruning.equal_mean import scaled_stages
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import build_selects, last_row, text_like_the_image
 
@@ -16,15 +16,6 @@ def fastv(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     Worth 1/2 Tokens After Layer 2")."""
     cuts = scaled_layers((2,), facts.language_model.num_layers)
     kept = scaled_stages(facts, budget, cuts, [facts.nominal_tokens])
-    return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
-
-
-def pyramiddrop(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Keep an equal share of the rest after layers 8, 16 and 24, by the last token's attention: PyramidDrop
-    ("PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy Reduction"). The paper
-    keeps half."""
-    cuts = scaled_layers((8, 16, 24), facts.language_model.num_layers)
-    kept = constant_ratio(facts, budget, cuts)
     return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
 
 

@@ -35,9 +35,10 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     are compared with tokens as the LLM receives both, and tokens with each other as the tower gives them.
     """
     op = graph.op
-    tokens, question = rows_in_llm(facts, graph, features)
+    tokens, question = (unit_rows(op, rows) for rows in rows_in_llm(facts, graph, features))
     from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
-    text_temperature = TEXT_TEMPERATURE_OF_QWEN if isinstance(facts.tokens, VariableTokens) else TEXT_TEMPERATURE
+    of_qwen = isinstance(facts.tokens, VariableTokens) and kept.tower is None
+    text_temperature = TEXT_TEMPERATURE_OF_QWEN if of_qwen else TEXT_TEMPERATURE
     words = _covers(op, op.MatMul(tokens, op.Transpose(question, perm=[1, 0])), text_temperature)
     others = _covers(op, op.MatMul(from_tower, op.Transpose(from_tower, perm=[0, 2, 1])), VISUAL_TEMPERATURE)
     cover = op.Concat(words, op.Mul(others, VISUAL_WEIGHT), axis=2)

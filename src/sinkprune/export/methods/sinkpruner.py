@@ -2,7 +2,8 @@
 
 method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
 chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
-ProViP scores stages with such "visual heads". Its text was not read, so the rule is ours (docs/methods.md).
+ProViP scores stages with such "visual heads", which it chooses for each input by the variance of their attention
+over the picture. docs/measurements/accuracy-heads.md says why we choose them beforehand.
 
 RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
@@ -13,6 +14,7 @@ of `sinkpruner-heads`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -21,12 +23,13 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
+from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
     largest,
+    least_similar,
     mean_cosines,
     new_sanitizer,
     output_rows,
@@ -43,9 +46,30 @@ def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: 
     return features.salience
 
 
-def build(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
-    """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer."""
-    return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else (), score)
+def build(facts: PlanFacts, budget: Budget, score: Score = by_salience, centring: bool = False) -> PlanGraphs:
+    """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer.
+
+    With `centring`, DIV is chosen by the rule of Cen-Prune: tokens are compared without their mean, and distinctive
+    ones are preferred.
+    """
+    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
+    return build_after(facts, budget, cuts, score, centring=centring)
+
+
+def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan of `budget` whose sanitizer takes 16 diverse tokens a round, as the paper's does."""
+    return build(facts, replace(budget, diversity_rounds=1))
+
+
+def build_one_stage(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan of `budget` with its first stage alone, which keeps fewer tokens, so that the mean is the same.
+
+    Raises `UnreachableBudget` if too many tokens enter the LLM.
+    """
+    from sinkprune.export.pruning.equal_mean import fewer_stages
+
+    cuts = prune_layers(facts.language_model.num_layers)[:1] if budget.stages else ()
+    return build_after(facts, fewer_stages(facts, budget, cuts) if cuts else budget, cuts)
 
 
 def build_after(
@@ -54,12 +78,13 @@ def build_after(
     cuts: Sequence[int],
     score: Score = by_salience,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    centring: bool = False,
 ) -> PlanGraphs:
     """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending).
 
     `heads` are the heads of each layer whose attention counts; all heads of a layer that is not in it.
     """
-    sanitizer = _sanitizer(facts, budget, score) if budget.sanitizer else None
+    sanitizer = _sanitizer(facts, budget, score, centring) if budget.sanitizer else None
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
@@ -89,7 +114,7 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
 
 
-def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
+def _sanitizer(facts: PlanFacts, budget: Budget, score: Score, centring: bool) -> Graph:
     """Return `sanitizer` of the graph contract (method.md section 1)."""
     most = facts.most_counts(budget)
     facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
@@ -115,9 +140,8 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
         candidate = op.Cast(free, to=ir.DataType.BOOL)
         if most.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        batch = budget.diversity_group_size
-        function = diversity_select(-(-most.diverse // batch), opset=facts.dialect.OPSET)
-        chosen = op.call(function, tokens, candidate, reserved, as_vector(diverse), batch=batch)
+        compared, preference = centred(op, tokens) if centring else (tokens, None)
+        chosen = least_similar(graph, facts, budget, compared, candidate, reserved, diverse, most.diverse, preference)
         index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]
@@ -140,10 +164,11 @@ def by_salience_and_relevance(
     facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None
 ) -> ir.Value:
     """Return the scaled salience plus the scaled relevance, [G,N]."""
-    relevance = mean_cosines(graph.op, *rows_in_llm(facts, graph, features))
+    relevance = mean_cosines(graph.op, *(unit_rows(graph.op, rows) for rows in rows_in_llm(facts, graph, features)))
     return graph.op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
 
 
+build_centred = partial(build, centring=True)
 build_with_text = partial(build, score=by_salience_and_relevance)
 build_with_text_and_heads = partial(build_with_heads, score=by_salience_and_relevance)
 

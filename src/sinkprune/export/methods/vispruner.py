@@ -11,9 +11,8 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.methods.before_llm import ROUNDS
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import gathered, local_function, unit_rows
+from sinkprune.export.pruning.functions import ROUNDS, gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import ascending, largest, new_sanitizer, output_tokens
 

@@ -75,6 +75,18 @@ def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages:
     return _from_all(facts, budget, cuts, scaled)
 
 
+def half_and_eighth(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
+    """Return the tokens into the LLM, half of them after the first of `cuts`, and an eighth after the second."""
+
+    def counts(step: int) -> Counts:
+        before, half, eighth = (
+            max(1, round_half_up(Fraction(facts.nominal_tokens * step, part * _STEPS))) for part in (1, 2, 8)
+        )
+        return Counts(outliers=0, sink=0, reserve=0, diverse=before, stages=(half, eighth))
+
+    return shares_of(facts, budget, _nearest(facts, budget, cuts, counts))
+
+
 def without_stages(facts: PlanFacts, budget: Budget) -> Budget:
     """Return `budget` without stages: a sanitizer keeps its mean, salient and diverse tokens in its proportion."""
     sanitizing = replace(budget, sanitizer=True)
@@ -100,16 +112,6 @@ def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budge
         return replace(counts, stages=tuple(min(counts.kept, stage) for stage in stages))
 
     return shares_of(facts, budget, _nearest(facts, budget, cuts, scaled))
-
-
-def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
-    """Return all N tokens into the LLM, then after each of the layers `cuts` the same share of the rest."""
-
-    def shrunk(step: int) -> tuple[int, ...]:
-        ratio = Fraction(step, _STEPS)
-        return tuple(round_half_up(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
-
-    return _from_all(facts, budget, cuts, shrunk)
 
 
 def _from_all(

@@ -14,9 +14,12 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
-from sinkprune.export.pruning.plan import outlier_count
+from sinkprune.contract.budgets import MOST_AT_ONCE, diversity_group
+from sinkprune.export.pruning.plan import TokenCount, outlier_count
 
 DOMAIN = "sinkprune"
+ROUNDS = "sinkprune.rounds"
+"""The domain of functions without a plugin that choose tokens round by round."""
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -24,6 +27,8 @@ _BOOL = ir.DataType.BOOL
 _LOWEST = float("-inf")
 # Rounding moves the cosine of equal tokens to either side of 1. Larger cosines count as equal, so that they tie.
 SAME = 1.0 - 2.0**-18
+STEPS = 2.0**16
+"""Preferred distances tie in steps of 1 / STEPS, because rounding moves equal ones apart."""
 
 
 def top_rho(opset: int) -> ir.Function:
@@ -44,51 +49,92 @@ def top_rho(opset: int) -> ir.Function:
     return local_function(DOMAIN, "TopRho", body, opset, ["per_mille"])
 
 
+def diversity_rounds(count: TokenCount, most: int, least: int) -> int:
+    """Return the rounds that choose `count` tokens; for a computed count, the most for any count from 1 to `most`."""
+    counts = [count] if isinstance(count, int) else range(1, most + 1)
+    return max(-(-each // diversity_group(each, least)) for each in counts)
+
+
+def preferring_select(rounds: int, opset: int) -> ir.Function:
+    """Return `PreferringSelect`: `DiversitySelect` of the candidates of largest preference * (1 - similarity).
+
+    It has a fifth input, preference [G,N] fp32 from 0 to 1, and no plugin. The product is rounded to steps of
+    1 / STEPS. With nothing reserved, every similarity starts at -1.
+    """
+
+    def body(
+        op: Any, tokens: ir.Value, candidate: ir.Value, reserved: ir.Value, count: ir.Value, preference: ir.Value
+    ) -> ir.Value:
+        def order(closeness: ir.Value) -> ir.Value:
+            return op.Round(op.Mul(op.Mul(preference, op.Sub(closeness, 1.0)), STEPS))
+
+        return _in_rounds(op, tokens, candidate, reserved, count, rounds, -1.0, order)
+
+    return local_function(ROUNDS, "PreferringSelect", body, opset, ["rounds"])
+
+
 def diversity_select(rounds: int, opset: int) -> ir.Function:
     """Return `DiversitySelect`: the candidates least similar to the kept tokens (method.md section 1, 4).
 
-    Each round takes the `batch` candidates whose largest cosine similarity to the kept set is smallest. Members of a
-    round are not compared with each other. With nothing reserved, every similarity starts at -inf. The cosine with a
-    zero row is 0. Cosines above 1 - 2**-18 are equal.
+    Each round takes the `diversity_group` candidates whose largest cosine similarity to the kept set is smallest.
+    Members of a round are not compared with each other. With nothing reserved, every similarity starts at -inf. The
+    cosine with a zero row is 0. Cosines above 1 - 2**-18 are equal.
 
     Inputs: tokens [G,N,D] float, candidate [G,N] bool (at least `count` in each group), reserved [G,R] int64,
-    count [1] int64. Attribute `batch`. Output: chosen [G,count] int64, ascending.
+    count [1] int64. Attribute `rounds`: the least. Output: chosen [G,count] int64, ascending.
 
-    The body has `rounds` rounds, enough for count <= rounds * batch. It has no Loop, because the TensorRT versions
+    The body has `rounds` rounds, which are enough (`diversity_rounds`). It has no Loop, because the TensorRT versions
     that we tried compile no Loop in a function.
     """
 
     def body(op: Any, tokens: ir.Value, candidate: ir.Value, reserved: ir.Value, count: ir.Value) -> ir.Value:
-        unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
-        # A column of -inf defines the maximum when nothing is reserved.
-        floor = op.Expand(_LOWEST, op.Concat(op.Shape(candidate), [1], axis=0))
-        similarity = op.Concat(floor, cosines(op, unit, reserved), axis=-1)
-        closeness = op.ReduceMax(similarity, [-1], keepdims=0)
+        return _in_rounds(op, tokens, candidate, reserved, count, rounds, _LOWEST, lambda closeness: closeness)
 
-        n = op.Shape(candidate, start=1, end=2)
-        width = op.Min(_attribute(op, "batch"), n)
-        place = op.Range(0, op.Squeeze(width), 1)
-        nowhere = op.Expand(0, op.Shape(candidate))
-        available, left = candidate, count
-        for _ in range(rounds):
-            open_to_choice = op.Where(available, closeness, float("inf"))
-            _, index = op.TopK(open_to_choice, width, axis=-1, largest=0, sorted=1, _outputs=2)
-            # The last round may take fewer than it ranks.
-            fresh = op.Less(place, left)
-            similarity = op.Where(fresh, cosines(op, unit, index), _LOWEST)
-            closeness = op.Max(closeness, op.ReduceMax(similarity, [-1], keepdims=0))
-            mark = op.Expand(op.Cast(fresh, to=_INT64), op.Shape(index))
-            taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=_BOOL)
-            available = op.And(available, op.Not(taken))
-            left = op.Sub(left, width)
+    return local_function(DOMAIN, "DiversitySelect", body, opset, ["rounds"])
 
-        chosen = op.And(candidate, op.Not(available))
-        column = op.Cast(op.Range(0, op.Squeeze(n), 1), to=_FLOAT)
-        order = op.Where(chosen, column, op.Cast(n, to=_FLOAT))
-        ascending, _ = op.TopK(order, count, axis=-1, largest=0, sorted=1, _outputs=2)
-        return op.Cast(ascending, to=_INT64)
 
-    return local_function(DOMAIN, "DiversitySelect", body, opset, ["batch"])
+def _in_rounds(
+    op: Any,
+    tokens: ir.Value,
+    candidate: ir.Value,
+    reserved: ir.Value,
+    count: ir.Value,
+    rounds: int,
+    lowest: float,
+    order: Callable[[ir.Value], ir.Value],
+) -> ir.Value:
+    """Write the rounds of `DiversitySelect`, which take the candidates of smallest `order` of their closeness.
+
+    Closeness [G,N] is the largest cosine with what is kept, from `lowest` on.
+    """
+    unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
+    # A column defines the maximum when nothing is reserved.
+    floor = op.Expand(lowest, op.Concat(op.Shape(candidate), [1], axis=0))
+    similarity = op.Concat(floor, cosines(op, unit, reserved), axis=-1)
+    closeness = op.ReduceMax(similarity, [-1], keepdims=0)
+
+    n = op.Shape(candidate, start=1, end=2)
+    width = op.Max(op.Min(op.Div(count, _attribute(op, "rounds")), [MOST_AT_ONCE]), [1])
+    place = op.Range(0, op.Squeeze(width), 1)
+    nowhere = op.Expand(0, op.Shape(candidate))
+    available, left = candidate, count
+    for _ in range(rounds):
+        open_to_choice = op.Where(available, order(closeness), float("inf"))
+        _, index = op.TopK(open_to_choice, width, axis=-1, largest=0, sorted=1, _outputs=2)
+        # The last round may take fewer than it ranks.
+        fresh = op.Less(place, left)
+        similarity = op.Where(fresh, cosines(op, unit, index), _LOWEST)
+        closeness = op.Max(closeness, op.ReduceMax(similarity, [-1], keepdims=0))
+        mark = op.Expand(op.Cast(fresh, to=_INT64), op.Shape(index))
+        taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=_BOOL)
+        available = op.And(available, op.Not(taken))
+        left = op.Sub(left, width)
+
+    chosen = op.And(candidate, op.Not(available))
+    column = op.Cast(op.Range(0, op.Squeeze(n), 1), to=_FLOAT)
+    raster = op.Where(chosen, column, op.Cast(n, to=_FLOAT))
+    ascending, _ = op.TopK(raster, count, axis=-1, largest=0, sorted=1, _outputs=2)
+    return op.Cast(ascending, to=_INT64)
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
@@ -97,6 +143,23 @@ def unit_rows(op: Any, x: ir.Value) -> ir.Value:
     scaled = op.Div(x, op.Where(op.Greater(largest, 0.0), largest, 1.0))
     length = op.ReduceL2(scaled, [-1], keepdims=1)
     return op.Div(scaled, op.Where(op.Greater(length, 0.0), length, 1.0))
+
+
+def centred(op: Any, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the rows `x` [G,N,D] without their mean, and the distinctiveness [G,N] of each, both fp32: Cen-Prune
+    ("Centering before Pruning: Lightweight Geometry Correction for Diversity-Based Visual Token Pruning in LVLMs").
+
+    A row is distinctive if its mean cosine with all rows is small, mean included. From 0 to 1 over each group; 1 if
+    all rows are equally so.
+    """
+    rows = op.Cast(x, to=_FLOAT)
+    unit = unit_rows(op, rows)
+    similarity = op.ReduceSum(op.Mul(unit, op.ReduceMean(unit, [1], keepdims=1)), [-1], keepdims=0)
+    largest = op.ReduceMax(similarity, [-1], keepdims=1)
+    spread = op.Sub(largest, op.ReduceMin(similarity, [-1], keepdims=1))
+    differ = op.Greater(spread, 1.0 - SAME)
+    distinctive = op.Where(differ, op.Div(op.Sub(largest, similarity), op.Where(differ, spread, 1.0)), 1.0)
+    return op.Sub(rows, op.ReduceMean(rows, [1], keepdims=1)), distinctive
 
 
 def cosines(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import MAX_TOP_K, Budget, Counts, Share
+from sinkprune.contract.budgets import MAX_TOP_K, OTHER_TOWERS, Budget, Counts, Share
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.dialects import Dialect
@@ -41,6 +41,8 @@ class VariableTokens:
     """No image or clip has more in all its groups."""
     tower_flops: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns the vision tower's FLOPs on an image of so many tokens; None where no method needs them."""
+    nominal: int = _NOMINAL
+    """Counts of so many tokens are shares of any image's."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,30 @@ class PlanFacts:
     """Whether rows of the prompt become actions."""
     merged: int = 0
     """The tokens of each group that a merging tower takes away; 0 for one that cannot merge, and after merging."""
+    padded: bool = False
+    """Whether pictures may have bars, whose tokens a tower can leave out."""
 
     def after_tower(self, budget: Budget) -> PlanFacts:
         """Return the facts of the tokens that the tower of `budget` leaves."""
         if budget.tower is None or not isinstance(self.tokens, int):
             return self
+        if budget.tower == "bars":
+            # The shares of a picture without bars are the counts of all tokens, exactly.
+            return replace(self, tokens=VariableTokens(self.tokens, 1, self.tokens, nominal=self.tokens))
         return replace(self, tokens=self.tokens - self.merged, merged=0)
 
     def shares_after_tower(self, budget: Budget) -> Budget:
-        """Return the shares of the tokens that the tower of `budget` leaves, which are as many as of all tokens.
+        """Return the shares of the tokens that the tower of `budget` leaves.
 
-        Raises `BudgetError` for a tower that cannot merge, and for a budget of more tokens than it leaves.
+        After merging they are as many as of all tokens. Raises `BudgetError` for a tower that cannot merge, for a
+        budget of more tokens than it leaves, and for pictures without bars.
         """
-        if budget.tower is None:
+        if budget.tower == "bars" and not self.padded:
+            raise BudgetError(
+                "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, pi0, pi0.5). "
+                "Leave the option out."
+            )
+        if budget.tower != "merging":
             return budget
         if not self.merged or not isinstance(self.tokens, int):
             raise BudgetError(
@@ -105,9 +118,10 @@ class PlanFacts:
         return shares
 
     def check_grid(self, budget: Budget) -> None:
-        """Raise `UnreachableBudget` for a tower that merges tokens, in a method that reads their grid."""
+        """Raise `UnreachableBudget` for a tower that leaves no grid of tokens, in a method that reads one."""
         if budget.tower is not None:
-            raise UnreachableBudget("the method reads the grid of tokens, of which option 'tower' leaves none")
+            option = OTHER_TOWERS[budget.tower].removeprefix("vision+")
+            raise UnreachableBudget(f"the method reads the grid of tokens, of which option '{option}' leaves none")
 
     @property
     def deepstack_width(self) -> int:
@@ -116,9 +130,9 @@ class PlanFacts:
 
     @property
     def nominal_tokens(self) -> int:
-        """N, or ten thousand if N differs from image to image: counts of these are shares of any image's tokens."""
+        """N, or `VariableTokens.nominal` if N differs from image to image."""
         # OpenVINO computes shapes in 32 bits, so this times the tokens of the longest clip must fit.
-        return _NOMINAL if isinstance(self.tokens, VariableTokens) else self.tokens
+        return self.tokens.nominal if isinstance(self.tokens, VariableTokens) else self.tokens
 
     @property
     def most_in_group(self) -> int:
@@ -163,7 +177,7 @@ class PlanFacts:
     def _check_at_most(self, count: int, limit: int, why: str) -> None:
         if count <= limit:
             return
-        in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
+        in_all, remedy = self.most_visual_tokens, "Choose a smaller budget, or for clips fewer --max-frames."
         if isinstance(self.tokens, VariableTokens):
             fit = in_all * limit // count
             remedy = (

@@ -11,7 +11,14 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.functions import cosines, gathered, unit_rows
+from sinkprune.export.pruning.functions import (
+    cosines,
+    diversity_rounds,
+    diversity_select,
+    gathered,
+    preferring_select,
+    unit_rows,
+)
 from sinkprune.export.pruning.plan import PlanFacts, TokenCount, as_vector, rows_kept
 
 _FLOAT = ir.DataType.FLOAT
@@ -89,6 +96,25 @@ def ascending(graph: Graph, index: ir.Value, count: TokenCount) -> ir.Value:
     return op.Cast(ordered, to=_INT64)
 
 
+def least_similar(
+    graph: Graph,
+    facts: PlanFacts,
+    kept: Budget,
+    tokens: ir.Value,
+    candidate: ir.Value,
+    reserved: ir.Value,
+    count: TokenCount,
+    most: int,
+    preference: ir.Value | None = None,
+) -> ir.Value:
+    """Return the index of the `count` candidates, at most `most`, that are least similar to `reserved` and to each
+    other, ascending: `DiversitySelect`, or with a preference [G,N] `PreferringSelect`."""
+    least = kept.diversity_rounds
+    select, preferred = (diversity_select, []) if preference is None else (preferring_select, [preference])
+    function = select(diversity_rounds(count, most, least), facts.dialect.OPSET)
+    return graph.op.call(function, tokens, candidate, reserved, as_vector(count), *preferred, rounds=least)
+
+
 def mask_of(graph: Graph, features: TowerValues, index: ir.Value) -> ir.Value:
     """Return the mask of the tokens `index`."""
     op = graph.op
@@ -143,7 +169,7 @@ def _sizes(graph: Graph, features: TowerValues) -> ir.Value:
 
 
 def rows_in_llm(facts: PlanFacts, graph: Graph, features: TowerValues) -> tuple[ir.Value, ir.Value]:
-    """Return the unit rows of the visual tokens [G,N,d] and of the question's words [T,d], as the LLM receives them.
+    """Return the rows of the visual tokens [G,N,d] and of the question's words [T,d], fp32, as the LLM receives them.
 
     Declares the inputs `embeddings` and `question`. Groups are joined as in `features`.
     """
@@ -151,7 +177,7 @@ def rows_in_llm(facts: PlanFacts, graph: Graph, features: TowerValues) -> tuple[
     embeddings = op.Cast(graph.input("embeddings", ["G", facts.visual_dim, width]), to=_FLOAT)
     question = op.Cast(graph.input("question", ["T", width]), to=_FLOAT)
     joined = op.Reshape(embeddings, op.Concat(op.Shape(features.norms), [width], axis=0))
-    return unit_rows(op, joined), unit_rows(op, question)
+    return joined, question
 
 
 def mean_cosines(op: Any, tokens: ir.Value, question: ir.Value) -> ir.Value:

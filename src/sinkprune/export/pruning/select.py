@@ -30,60 +30,6 @@ class Survivors(NamedTuple):
     """[1] int64: the number of survivors, which depends on shapes only."""
 
 
-SelectionRule = Callable[[Graph, ir.Value], Survivors]
-"""Chooses by the rows' scores [V] fp32, and declares the inputs that it needs. Ties go to the earlier row."""
-
-
-def best_of_one_image(kept: int | Share, tokens: Dim = "N") -> SelectionRule:
-    """Return a choice of the `kept` best of one image. A share is of all G*N tokens of `norms` [G,`tokens`]."""
-
-    def choose(graph: Graph, scores: ir.Value) -> Survivors:
-        op = graph.op
-        most: ir.Value | list[int]
-        if isinstance(kept, Share):
-            norms = graph.input("norms", ["G", tokens], _FLOAT)
-            most = share_of(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
-        else:
-            most = [kept]
-        # If K_s >= V, every visual row survives.
-        count = op.Min(op.Shape(scores), most)
-        _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
-        nobody = op.Expand(0, op.Shape(scores))
-        return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)
-
-    return choose
-
-
-def best_of_each_image(images: int) -> SelectionRule:
-    """Return a choice of the best of each of up to `images` images.
-
-    The inputs `quota` [V2] and `visual_group` [V] hold image numbers; an image keeps as many rows as `quota` has of
-    it. The number of survivors is the length of an input, because no compiler takes a shape that depends on values.
-    Images are ranked in a table of `images` x V; to compare rows pairwise would take V x V.
-    """
-
-    def choose(graph: Graph, scores: ir.Value) -> Survivors:
-        op = graph.op
-        group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
-        every = list(range(images))
-
-        def whose(numbers: ir.Value) -> ir.Value:
-            return op.Equal(op.Unsqueeze(numbers, [0]), op.Unsqueeze(every, [1]))
-
-        own = whose(group)
-        # No image keeps more than TopK returns: the export rejects such a plan.
-        count = op.Min(op.Shape(quota), op.Shape(scores), [MAX_TOP_K])
-        ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
-        _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)
-        places = op.ReduceSum(op.Cast(whose(quota), to=_FLOAT), [1], keepdims=1)
-        rank = op.Cast(op.Range(0, op.Squeeze(count), 1), to=_FLOAT)
-        taken = op.Cast(op.Less(op.Unsqueeze(rank, [0]), places), to=_FLOAT)
-        alive = op.ScatterElements(op.Expand(0.0, op.Shape(own)), index, taken, axis=1)
-        return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=_INT64), op.Shape(quota))
-
-    return choose
-
-
 class Stage(NamedTuple):
     """The inputs of a stage that scores depend on."""
 
@@ -99,6 +45,90 @@ class Stage(NamedTuple):
     """[L] int64: the text rows after them."""
     size: ir.Value
     """[1] int64: S."""
+
+
+SelectionRule = Callable[[Graph, Stage, ir.Value], Survivors]
+"""Chooses by the rows' scores [V] fp32, and declares the inputs that it needs. Ties go to the earlier row."""
+
+
+def best_of_one_image(kept: int | Share, tokens: Dim = "N") -> SelectionRule:
+    """Return a choice of the `kept` best of one image. A share is of all G*N tokens of `norms` [G,`tokens`]."""
+
+    def choose(graph: Graph, stage: Stage, scores: ir.Value) -> Survivors:
+        op, count = graph.op, count_of_one_image(graph, scores, kept, tokens)
+        _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
+        nobody = op.Expand(0, op.Shape(scores))
+        return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)
+
+    return choose
+
+
+def count_of_one_image(graph: Graph, scores: ir.Value, kept: int | Share, tokens: Dim) -> ir.Value:
+    """Return [1] int64: the rows of `scores` [V] that survive of one image, as in `best_of_one_image`."""
+    op = graph.op
+    most: ir.Value | list[int]
+    if isinstance(kept, Share):
+        norms = graph.input("norms", ["G", tokens], _FLOAT)
+        most = share_of(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
+    else:
+        most = [kept]
+    # If K_s >= V, every visual row survives.
+    return op.Min(op.Shape(scores), most)
+
+
+class Quotas(NamedTuple):
+    """The rows of each of I images, and how many survive. The number of survivors is the length of an input, because
+    no compiler takes a shape that depends on values."""
+
+    own: ir.Value
+    """[I,V] bool: the rows of each image."""
+    places: ir.Value
+    """[I,1] fp32: how many of them survive."""
+    left: ir.Value
+    """[1] int64: how many survive of all images."""
+
+
+def quotas_of_images(graph: Graph, images: int) -> Quotas:
+    """Return the quotas of up to `images` images.
+
+    The inputs `quota` [V2] and `visual_group` [V] hold image numbers; an image keeps as many rows as `quota` has of
+    it.
+    """
+    op = graph.op
+    group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
+    every = list(range(images))
+
+    def whose(numbers: ir.Value) -> ir.Value:
+        return op.Equal(op.Unsqueeze(numbers, [0]), op.Unsqueeze(every, [1]))
+
+    places = op.ReduceSum(op.Cast(whose(quota), to=_FLOAT), [1], keepdims=1)
+    return Quotas(whose(group), places, op.Shape(quota))
+
+
+def best_of_each_image(images: int) -> SelectionRule:
+    """Return a choice of the best of each of up to `images` images.
+
+    Images are ranked in a table of `images` x V; to compare rows pairwise would take V x V.
+    """
+
+    def choose(graph: Graph, stage: Stage, scores: ir.Value) -> Survivors:
+        op, (own, places, left) = graph.op, quotas_of_images(graph, images)
+        # No image keeps more than TopK returns: the export rejects such a plan.
+        count = op.Min(left, op.Shape(scores), [MAX_TOP_K])
+        ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
+        _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)
+        rank = op.Cast(op.Range(0, op.Squeeze(count), 1), to=_FLOAT)
+        taken = op.Cast(op.Less(op.Unsqueeze(rank, [0]), places), to=_FLOAT)
+        alive = op.ScatterElements(op.Expand(0.0, op.Shape(own)), index, taken, axis=1)
+        return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=_INT64), left)
+
+    return choose
+
+
+def best_rows(facts: PlanFacts, kept: int | Share) -> SelectionRule:
+    """Return a choice of the best rows: `kept` of one image, or the quota of each image."""
+    facts.check_ranked(kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
+    return best_of_each_image(facts.images) if facts.images > 1 else best_of_one_image(kept, facts.visual_dim)
 
 
 class QueryRows(NamedTuple):
@@ -151,6 +181,7 @@ def build_selects(
     cuts: Sequence[int],
     queries: ChooseQueries,
     heads: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    rule: Callable[[PlanFacts, int | Share], SelectionRule] = best_rows,
 ) -> dict[int, Graph]:
     """Return the selects after the layers `cuts` (0-based), by layer, one for each stage of `kept`.
 
@@ -163,9 +194,7 @@ def build_selects(
         stages = kept.resolve(facts.tokens).stages
     for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
-        rows = of_all_groups(stage, facts)
-        facts.check_ranked(rows if isinstance(rows, int) else rows.of(facts.most_visual_tokens))
-        choice = best_of_each_image(facts.images) if facts.images > 1 else best_of_one_image(rows, facts.visual_dim)
+        choice = rule(facts, of_all_groups(stage, facts))
         build_select(selects[layer], facts, choice, kept, queries, heads.get(layer))
     return selects
 
@@ -190,7 +219,7 @@ def build_select(
     key = graph.input("key", [1, model.num_kv_heads, "S", h])
     visual, text = graph.input("visual_index", ["V"], _INT64), graph.input("text_index", ["L"], _INT64)
     stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
-    alive, left = choice(graph, _received_attention(graph, facts, stage, budget, queries, heads))
+    alive, left = choice(graph, stage, _received_attention(graph, facts, stage, budget, queries, heads))
 
     rows = op.Shape(hidden, start=1, end=2)
     survives = op.ScatterElements(op.Expand(1, rows), visual, alive, axis=0)

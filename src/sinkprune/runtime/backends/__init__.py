@@ -138,9 +138,9 @@ class Backend(Protocol):
         inputs of the graph contract. Raises what `load` raises.
         """
 
-    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
-        """Load a family's graph of frames of that name, where `prepares_frames`; called in a `turn`."""
-        raise RuntimeError("load_frames needs prepares_frames")
+    def load_small(self, name: str, graph: GraphWriter) -> Engine:
+        """Load a graph of that name that the runtime writes itself, where `prepares_frames`; called in a `turn`."""
+        raise RuntimeError("load_small needs prepares_frames")
 
     def frame_ranges(self, name: str) -> Mapping[str, Range]:
         """Return the range of each input of the engine for the graph of frames `name`; none if it takes any shape."""
@@ -170,6 +170,17 @@ class Backend(Protocol):
         """
         array = self.numpy(logits)[0]
         return int(np.argmax(array)), bool(np.isfinite(array).all())
+
+    def not_finite(self, tensor: Tensor) -> Tensor:
+        """Return [1] fp32: how many values of `tensor` are not finite."""
+        return self.tensor(np.array([np.count_nonzero(~np.isfinite(self.numpy(tensor)))], np.float32))
+
+    def at_tokens(self, cos: Tensor, sin: Tensor, kept: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [G,n,w]: the rows of each table [P,w] at the tokens `kept` [G,n] + `first` [G,1], both int64.
+
+        Only where `enqueues`: elsewhere the host has read what is kept.
+        """
+        raise RuntimeError("at_tokens needs enqueues")
 
     def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
         """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""

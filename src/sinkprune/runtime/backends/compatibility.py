@@ -6,7 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sinkprune.contract.bundle import CHECKED, LIMIT_OPTIONS, MOST_TOKENS, Bundle, Engines, Limits, read_engines
+from sinkprune.contract.bundle import (
+    CHECKED,
+    LIMIT_OPTIONS,
+    MOST_TOKENS,
+    Bundle,
+    Engines,
+    EngineSpec,
+    Limits,
+    read_engines,
+)
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
@@ -52,6 +61,12 @@ class BuiltEngines:
         missing = [graph for graph in bundle.manifest.graphs if graph not in manifest.engines]
         if missing:
             raise self._refusal(f"built without the graph '{missing[0]}' of the bundle.")
+
+    def own(self, name: str) -> EngineSpec:
+        """Return the engine of a graph that the runtime writes itself; raises `EnginesError` if it is missing."""
+        if name not in self.engines.manifest.engines:
+            raise self._refusal(f"built by another version of sinkprune, without the graph '{name}'.")
+        return self.engines.manifest.engines[name]
 
     def check_backend(self, backend: str) -> None:
         """Reject engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""

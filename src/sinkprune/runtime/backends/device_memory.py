@@ -11,7 +11,9 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import CaptureReport
+from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.kv_cache import CacheMemory, row_runs
+from sinkprune.runtime.backends.small_graphs import AT_TOKENS, BEST, NOT_FINITE
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
 from sinkprune.runtime.device.dlpack import read_pixels
@@ -24,15 +26,15 @@ Shapes = tuple[Shape, ...]
 class DeviceTensor:
     """A tensor in device memory; its memory returns to the pool with the last reference to it."""
 
-    __slots__ = ("_block", "dtype", "shape")
+    __slots__ = ("block", "dtype", "shape")
 
     def __init__(self, block: Block | DevicePixels, shape: Shape, dtype: np.dtype[Any]) -> None:
-        self._block, self.shape, self.dtype = block, shape, dtype
+        self.block, self.shape, self.dtype = block, shape, dtype
 
     @property
     def address(self) -> Address:
         """The device address of the tensor's first element."""
-        return self._block.address
+        return self.block.address
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +128,28 @@ class DeviceMemory(CacheMemory):
             row = size * target.dtype.itemsize
             if first < room:
                 self.gpu.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
+
+    def small(self, name: str, *kind: Any) -> Engine:
+        """Return the engine of a graph of `small_graphs`, for tensors of this kind, as its writer takes it."""
+        raise NotImplementedError
+
+    def best(self, logits: DeviceTensor) -> tuple[int, bool]:
+        """Return what `Backend.best` does; two numbers cross from the device."""
+        engine = self.small(BEST, logits.dtype.name, logits.shape[1])
+        index, not_finite = self.numpy(engine({"logits": logits})["best"])[0]
+        return int(index), not not_finite
+
+    def not_finite(self, tensor: DeviceTensor) -> DeviceTensor:
+        values = DeviceTensor(tensor.block, (prod(tensor.shape),), tensor.dtype)
+        counted: DeviceTensor = self.small(NOT_FINITE, tensor.dtype.name)({"values": values})["count"]
+        return counted
+
+    def at_tokens(
+        self, cos: DeviceTensor, sin: DeviceTensor, kept: DeviceTensor, first: DeviceTensor
+    ) -> tuple[DeviceTensor, DeviceTensor]:
+        engine = self.small(AT_TOKENS, cos.dtype.name, cos.shape[1])
+        rows = engine({"cos": cos, "sin": sin, "kept": kept, "first": first})
+        return rows["cos_out"], rows["sin_out"]
 
     def mark(self) -> Any:
         # While another thread captures a graph, the event would be captured too, and a wait would end the capture.

@@ -146,9 +146,9 @@ class Family(Protocol):
         Only plans of bundles whose pictures differ in size ask for it.
         """
 
-    def merging(self) -> Family:
-        """Return the same image side with the FLOPs of the tower that merges tokens; raises `BundleError`."""
-        raise BundleError("the bundle has a tower that merges tokens, which this family has not. Export it again.")
+    def for_tower(self, graph: str) -> Family:
+        """Return the same image side for another form of the tower, a graph; raises `BundleError`."""
+        raise BundleError(f"the bundle has a tower '{graph}', which this family has not. Export it again.")
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return the largest layout of each kind of picture that the bundle takes, by the kind's name.

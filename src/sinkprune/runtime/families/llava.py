@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.budgets import Share
+from sinkprune.contract.budgets import BARLESS_TOWER, Share
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.manifest import Manifest, SquareSettings, SquareTower, ViTTower
@@ -207,15 +208,17 @@ class SquarePictures(Family):
     _masked = False
     """Whether what is outside the resized picture is 0 after pixels are normalised."""
     _merges: Mapping[int, int] = MappingProxyType({})
+    _barless = False
+    """Whether tokens on the bars of a padded picture are left out."""
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
         self._tower: SquareTower = tower
-        self._side = tower.image_size // tower.patch_size
-        if self._side**2 != tower.tokens:
+        self._side, each = isqrt(tower.tokens), tower.patch_size * isqrt(tower.patches_per_token)
+        if self._side != tower.image_size // each:
             raise BundleError(
-                f"the bundle's `vision` has {tower.tokens} tokens, expected {self._side**2}, one for each "
-                f"patch of {tower.patch_size} pixels in a picture of {tower.image_size}. Export it again."
+                f"the bundle's `vision` has {tower.tokens} tokens, expected {(tower.image_size // each) ** 2}, one "
+                f"for each square of {each} pixels in a picture of {tower.image_size}. Export it again."
             )
         if tower.tokens > manifest.most_visual_tokens:
             raise BundleError(
@@ -227,11 +230,17 @@ class SquarePictures(Family):
 
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
-        return self._layout(self._checked(picture).size)
+        layout = self._layout(self._checked(picture).size)
+        return self._without_bars(layout, _off_bars(layout)) if self._barless else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
-        return {"pixel_values": self._pixels(as_image(self._checked(picture))).astype(self._dtype, copy=False)}
+        pixels = self._pixels(as_image(self._checked(picture))).astype(self._dtype, copy=False)
+        return {"pixel_values": pixels, **self.tables(picture)}
+
+    def tables(self, picture: Picture) -> dict[str, Array]:
+        """Return `places` [1,N]: the patches off the bars, for the tower that leaves out the others."""
+        return {"places": _off_bars(self._layout(self._checked(picture).size))[None]} if self._barless else {}
 
     def frame_form(self) -> FrameForm | None:
         return self._square_form(views=1)
@@ -259,10 +268,13 @@ class SquarePictures(Family):
             "the bundle has a plan for smaller pictures, and its tower takes one size. Export it again."
         )
 
-    def merging(self) -> SquarePictures:
-        """Return a copy with the FLOPs of the tower that merges tokens."""
+    def for_tower(self, graph: str) -> SquarePictures:
+        """Return a copy for the tower that merges tokens, or for the one that leaves out bars."""
         other = copy(self)
-        other._merges = merges_of(self._tower)
+        if graph == BARLESS_TOWER:
+            other._barless = True
+        else:
+            other._merges = merges_of(self._tower)
         return other
 
     def largest(self) -> dict[str, VisualLayout]:
@@ -278,11 +290,26 @@ class SquarePictures(Family):
         values: Array = self._processor(image)
         return values[None]
 
+    def _without_bars(self, layout: VisualLayout, places: Array) -> VisualLayout:
+        """Return the `layout` of one group with the tokens `places` [N] only, which keep their positions."""
+        return replace(
+            layout,
+            tokens=len(places),
+            unpruned_rows=np.arange(len(places)),
+            boxes=layout.boxes[places],
+            views=(range(len(places)),),
+            places=None if layout.places is None else layout.places[:, places],
+            tower_flops=self._flops_of(len(places)),
+        )
+
     @property
     def _tower_flops(self) -> int:
-        """The tower's FLOPs on one group. CLIP has a row more, for the CLS token."""
-        rows = self._tower.tokens + isinstance(self._tower, ViTTower)
-        return vit_flops(self._tower, rows, self._merges)
+        """The tower's FLOPs on one group."""
+        return self._flops_of(self._tower.patches)
+
+    def _flops_of(self, tokens: int) -> int:
+        # CLIP has a row more, for the CLS token.
+        return vit_flops(self._tower, tokens + isinstance(self._tower, ViTTower), self._merges)
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
@@ -336,6 +363,12 @@ class Llava(SquarePictures):
             tower_flops=groups * self._tower_flops,
             projector_flops=self._projector_flops,
         )
+
+
+def _off_bars(layout: VisualLayout) -> Array:
+    """Return [N] int64: the tokens whose area has something of the picture."""
+    first, last = layout.boxes[:, :2], layout.boxes[:, 2:]
+    return np.flatnonzero(((last > 0) & (first < layout.size)).all(axis=1))
 
 
 def _share_within(box: tuple[float, float, float, float], size: tuple[int, int]) -> float:

@@ -57,7 +57,7 @@ class PlannedFrame(NamedTuple):
     frame: Frame
     plan: FramePlan
     tables: Mapping[str, Array]
-    """The tower's inputs beside pixels. Only families without such inputs prepare several frames at once."""
+    """The tower's inputs beside pixels."""
 
 
 class FrameGraph:
@@ -65,7 +65,7 @@ class FrameGraph:
 
     def __init__(self, backend: Backend, form: FrameForm) -> None:
         self._backend, self._form = backend, form
-        self._engine = lru_cache(lambda name: backend.load_frames(name, form.graphs[name]))
+        self._engine = lru_cache(lambda name: backend.load_small(name, form.graphs[name]))
         with backend.turn:
             # Pillow seldom begins with rows.
             self._engine(COLUMNS_FIRST)
@@ -100,7 +100,10 @@ class FrameGraph:
         else:
             pixels = self._backend.borrow(frame.pixels)
         name, tensors = self._tensors(plan, frame.bgr)
-        tables = {key: self._backend.tensor(array) for key, array in planned[0].tables.items()}
+        tables = {
+            key: self._backend.tensor(np.concatenate([each.tables[key] for each in planned]))
+            for key in planned[0].tables
+        }
         return {**self._engine(name)({**tensors, "frame": pixels}), **tables}
 
     def _new_tensors(self, plan: FramePlan, bgr: bool) -> tuple[str, dict[str, Tensor]]:

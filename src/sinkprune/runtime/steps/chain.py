@@ -6,10 +6,11 @@ The baseline and every budget run the same weight engines. A plan adds weightles
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from threading import Lock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -125,6 +126,11 @@ class Later:
             self._array, self._tensor = self._backend.numpy(self._tensor), None
         return self._array
 
+    @property
+    def unread(self) -> Tensor | None:
+        """The tensor on the device, if the host has not read it."""
+        return self._tensor
+
 
 class Scores(NamedTuple):
     """Norms and salience of the tower's tokens, for the host."""
@@ -136,10 +142,23 @@ class Scores(NamedTuple):
     merged: Later | None = None
     """[G,places] int64: the place of the token that stands for each place of the grid, where the tower merges tokens:
     N of all places stand for themselves. None without merging, where places are tokens."""
+    damaged: Mapping[str, Later] = MappingProxyType({})
+    """[1] fp32, by name: how many values of further features are not finite."""
+
+    def with_check(self, backend: Backend, what: str, features: Tensor) -> Scores:
+        """Return the same scores, whose `check` includes these `features`."""
+        counted = self._replace(damaged={**self.damaged, what: Later(backend, backend.not_finite(features))})
+        if not backend.enqueues:
+            counted.check()
+        return counted
 
     def check(self) -> None:
-        """Wait for the tower; raises `NumericsError` if they are not finite."""
-        _check_finite("norms or salience", self.norms.array, self.salience.array)
+        """Wait for the tower; raises `NumericsError` if its features are not finite."""
+        if not (np.isfinite(self.norms.array).all() and np.isfinite(self.salience.array).all()):
+            raise _not_finite("norms or salience")
+        for what, counted in self.damaged.items():
+            if counted.array[0]:
+                raise _not_finite(what)
 
 
 @dataclass(frozen=True)
@@ -167,6 +186,11 @@ class EncodedPicture:
         if self.merged is None:
             return index
         return np.stack([np.unique(places)[own] for places, own in zip(self.merged, index, strict=True)])
+
+    @property
+    def unread(self) -> Tensor | None:
+        """`kept_index` on the device, if the host has not read it."""
+        return self.kept.unread if isinstance(self.kept, Later) and self.scores.merged is None else None
 
     @property
     def norms(self) -> Array:
@@ -215,11 +239,13 @@ class TowerOutput:
     """`Scores.merged` on the device."""
 
     @classmethod
-    def of(cls, backend: Backend, features: Mapping[str, Tensor]) -> TowerOutput:
-        """Return the outputs of the graph `vision`."""
+    def of(
+        cls, backend: Backend, features: Mapping[str, Tensor], damaged: Mapping[str, Later] = MappingProxyType({})
+    ) -> TowerOutput:
+        """Return the outputs of the graph `vision`; `damaged` is that of `Scores`."""
         norms, salience, merged = features["norms"], features["salience"], features.get("merged")
         places = None if merged is None else Later(backend, merged)
-        scores = Scores(Later(backend, norms), Later(backend, salience), places)
+        scores = Scores(Later(backend, norms), Later(backend, salience), places, damaged)
         return cls(features["tokens"], norms, salience, scores, features.get("deepstack"), merged)
 
     @property
@@ -255,11 +281,11 @@ def run_tower(
         given = {name: backend.tensor(one) if isinstance(one, np.ndarray) else one for name, one in inputs.items()}
         features = vision(given)
     tower = TowerOutput.of(backend, features)
-    if chain.projector is None or not backend.enqueues:
+    if not backend.enqueues:
         tower.scores.check()
     if chain.projector is None:
         # Layers after the norms may still overflow. With a projector, the norms are those of the tokens.
-        _check_finite("tokens", backend.numpy(tower.tokens))
+        tower = replace(tower, scores=tower.scores.with_check(backend, "tokens", tower.tokens))
     return tower
 
 
@@ -271,7 +297,7 @@ def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
     whole |= {"deepstack": tower.deepstack} if tower.deepstack is not None else {}
     whole |= {"merged": tower.device_merged} if tower.device_merged is not None else {}
     groups = zip(*map(backend.split, whole.values()), strict=True)
-    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True))) for own in groups]
+    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True)), tower.scores.damaged) for own in groups]
 
 
 def encode(
@@ -305,9 +331,10 @@ def _projected(
     clock: Stopwatch,
 ) -> EncodedPicture:
     """Return the `tokens`, which are those `kept` [G',n0], as the LLM receives them."""
+    scores = tower.scores
     if deepstack is not None:
-        _check_finite("DeepStack features", chain.backend.numpy(deepstack))
-    return EncodedPicture(_in_llm(chain, tokens, clock), kept, tower.scores, deepstack)
+        scores = scores.with_check(chain.backend, "DeepStack features", deepstack)
+    return EncodedPicture(_in_llm(chain, tokens, clock), kept, scores, deepstack)
 
 
 def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
@@ -318,11 +345,10 @@ def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
         return chain.projector({"tokens": tokens})["embeddings"]
 
 
-def _check_finite(what: str, *arrays: Array) -> None:
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise NumericsError(
-            f"the vision tower gave {what} that are not finite, so neither a selection nor an answer is reliable. If "
-            "the bundle is fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu "
-            "computes in fp16 unless --compute is fp32. If neither is so, the checkpoint's weights or its image "
-            "processor's settings are damaged."
-        )
+def _not_finite(what: str) -> NumericsError:
+    return NumericsError(
+        f"the vision tower gave {what} that are not finite, so neither a selection nor an answer is reliable. If "
+        "the bundle is fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu "
+        "computes in fp16 unless --compute is fp32. If neither is so, the checkpoint's weights or its image "
+        "processor's settings are damaged."
+    )

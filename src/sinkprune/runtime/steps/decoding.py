@@ -152,11 +152,10 @@ class _Selects:
         self._engines = {int(layer): chain.plan_engine(graph) for layer, graph in after.items()}
         self._chain, self._clock, self._picture = chain, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
-        cos, sin = chain.rotary.tables(rows.positions.rows)
         querying = rows.actions if plan and plan.queries == "actions" else rows.text
         indices = {"visual_index": rows.visual.astype(np.int64), "text_index": querying.astype(np.int64)}
-        on_host = {"cos": cos, "sin": sin, **indices}
-        self._state = {"hidden": rows.hidden} | {name: chain.backend.tensor(own) for name, own in on_host.items()}
+        self._state = {"hidden": rows.hidden, **rows.rotary_tables(chain.backend, chain.rotary)}
+        self._state |= {name: chain.backend.tensor(own) for name, own in indices.items()}
 
     @property
     def left(self) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class LoadedModel(NamedTuple):
     def for_plan(self, plan: Plan | None) -> LoadedModel:
         """Return the model that sees pictures in the size of a `plan`, and counts the FLOPs of its tower."""
         if plan is not None and plan.tower is not None:
-            return self._replace(family=self.family.merging())
+            return self._replace(family=self.family.for_tower(plan.tower))
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
 

@@ -20,7 +20,7 @@ from sinkprune.contract.model_facts import PLACEHOLDER_ROW
 from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor
-from sinkprune.runtime.families import Positions
+from sinkprune.runtime.families import Positions, Rotary
 from sinkprune.runtime.steps.chain import EncodedPicture
 
 _DTYPES: dict[PrecisionName, str] = {"fp32": "F32", "fp16": "F16"}
@@ -120,6 +120,17 @@ class Embedding:
         )
 
 
+class PlacedRows(NamedTuple):
+    """Rows of a picture whose positions are those of kept tokens that only the device knows."""
+
+    rows: Array
+    """[V] int64: their numbers in the prompt."""
+    positions: Array
+    """[A,G*N] int64: the position of each token of the picture."""
+    kept: Tensor
+    """[G',n0] int64 on the device: as `EncodedPicture.kept_index`."""
+
+
 @dataclass(frozen=True)
 class PromptRows:
     """All S rows of a prompt, of which V are visual."""
@@ -137,6 +148,8 @@ class PromptRows:
     actions: Array
     """[A] int64: the rows that become actions, each before its placeholder; only in some policies."""
     positions: Positions
+    """In the rows of `placed`, those of other tokens."""
+    placed: Sequence[PlacedRows] = ()
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
 
@@ -144,6 +157,20 @@ class PromptRows:
     def length(self) -> int:
         """S, the number of rows."""
         return self.positions.rows.shape[-1]
+
+    def rotary_tables(self, backend: Backend, rotary: Rotary) -> dict[str, Tensor]:
+        """Return `cos` and `sin` [1,S,w] on the device."""
+        parts = [[backend.tensor(table) for table in rotary.tables(self.positions.rows)]]
+        order, count = np.arange(self.length), self.length
+        for placed in self.placed:
+            cos, sin = (backend.tensor(table[0]) for table in rotary.tables(placed.positions))
+            groups = placed.kept.shape[0]
+            first = np.arange(groups)[:, None] * (placed.positions.shape[1] // groups)
+            parts.append([*backend.at_tokens(cos, sin, placed.kept, backend.tensor(first))])
+            order[placed.rows] = np.arange(count, count + len(placed.rows))
+            count += len(placed.rows)
+        tables = (own[0] if len(own) == 1 else backend.join(own, order) for own in zip(*parts, strict=True))
+        return dict(zip(("cos", "sin"), tables, strict=True))
 
 
 def lay_out(
@@ -183,6 +210,13 @@ def lay_out(
         name: backend.join([backend.tensor(zeros), *(one.deepstack for one in encoded)], whole)
         for name, zeros in embedding.deepstack_zeros(len(table)).items()
     }
+    own_positions = positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown])
+    placed = []
+    # A picture with such rows is in one part.
+    for part, own in zip(shown, visual[1:], strict=True):
+        if part.kept is not None and part.layout.places is not None:
+            start = own_positions.rows[:, own[:1]] - part.layout.places[:, part.tokens[:1]]
+            placed.append(PlacedRows(own, start + part.layout.places, part.kept))
     return PromptRows(
         hidden=backend.join([backend.tensor(table), *(one.embeddings for one in encoded)], whole),
         visual=np.concatenate(visual),
@@ -190,7 +224,8 @@ def lay_out(
         source=np.concatenate([no_rows, *(part.rows for part in shown)]),
         text=last + np.flatnonzero(np.array(texts[-1]) >= 0),
         actions=last + np.flatnonzero(np.array(texts[-1]) == PLACEHOLDER_ROW) - 1,
-        positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
+        positions=own_positions,
+        placed=placed,
         deepstack_inputs=deepstack_inputs,
     )
 
@@ -207,6 +242,8 @@ class _Part(NamedTuple):
     """The numbers of the rows within the picture; -1 is the end of a line."""
     tokens: Array
     """The token of each row, numbered through all groups."""
+    kept: Tensor | None = None
+    """[G',n0] the kept tokens, if they matter and only the device knows them; `tokens` are others then."""
 
 
 def _parts(
@@ -215,10 +252,14 @@ def _parts(
     """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
     for number, (layout, own) in enumerate(zip(layouts, encoded, strict=True)):
         rows = np.arange(own.rows) if pruned else layout.unpruned_rows
-        # Only these layouts need to know which tokens are left, and wait for the device.
-        tokens = own.source_tokens if pruned and (layout.parts > 1 or layout.places is not None) else rows
+        tokens, kept = rows, None
+        if pruned and layout.parts == 1 and layout.places is not None:
+            kept = own.unread
+        if pruned and kept is None and (layout.parts > 1 or layout.places is not None):
+            # How many rows each part has depends on the tokens, and texts stand between parts: wait for the device.
+            tokens = own.source_tokens
         if layout.parts == 1:
-            yield _Part(layout, number, first, rows, tokens)
+            yield _Part(layout, number, first, rows, tokens, kept)
         else:
             for group in range(layout.parts):
                 inside = tokens // layout.tokens == group

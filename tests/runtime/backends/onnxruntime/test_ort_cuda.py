@@ -5,6 +5,7 @@ What is not seen here: what CUDA can capture, and how fast it is. test_ort_cuda_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +22,14 @@ from sinkprune.contract.errors import BackendError, NumericsError
 from sinkprune.runtime.backends.models import message_class
 from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, add_value
 from sinkprune.runtime.backends.onnxruntime import cuda
-from sinkprune.runtime.backends.onnxruntime.cuda import BEST
-from sinkprune.runtime.backends.onnxruntime.small_graphs import with_sizes_on_device
+from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on_device
+from sinkprune.runtime.backends.small_graphs import BEST
 from sinkprune.runtime.device.captures import LEAST_BYTES
 from sinkprune.runtime.hooks import Budgets
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_equal
-from support.references.steps import ask
+from support.references.steps import QUESTION, ask
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_ort_cuda import CudaRig, FakeOrtCuda, cuda_backend
 
@@ -265,6 +266,43 @@ def test_sessions_and_streams_that_are_cancelled_change_no_answer(rig: CudaRig, 
             streams.append(answer.token_ids)
         assert streams[0] == streams[1]
     assert any(counts["replayed"] for counts in rig.report.graphs.values())
+
+
+def test_threads_with_a_session_a_deadline_and_cancelled_streams_answer_as_alone(
+    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = rig.pipeline(), Pipeline.load(rig.bundle, threads=1)
+    with warnings.catch_warnings():
+        # Other programs may keep this machine busy.
+        warnings.simplefilter("ignore")
+        ours.warm_up(photo, QUESTION, seconds=0.0)
+    # Fewer than four threads use, so that graphs go while others are replayed.
+    monkeypatch.setattr(rig.backend.captures, "_most", 40 * LEAST_BYTES)
+    session, options = Session(ours), {"max_new_tokens": 4, "min_new_tokens": 4}
+
+    def answers(seed: int) -> list[list[int]]:
+        picture = photo.rotate(90 * (seed % 2))
+        stream = ours.stream(picture, QUESTION, budget="retain-64", max_new_tokens=9)
+        next(iter(stream))
+        of_session = session.generate(picture, QUESTION, budget="retain-64", **options)
+        stream.cancel()
+        in_time = ours.generate(picture, QUESTION, deadline_ms=1e6, **options)
+        assert in_time.budget == "none" and in_time.deadline and in_time.deadline.met
+        return [of_session.token_ids, in_time.token_ids]
+
+    expected = [
+        [
+            theirs.generate(photo.rotate(90 * turn), QUESTION, budget=budget, **options).token_ids
+            for budget in BUDGETS[::-1]
+        ]
+        for turn in range(2)
+    ]
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(answers, range(8))] == expected * 4
+    report = rig.report
+    assert report.bytes <= report.most_bytes and not rig.device.capturing
+    assert sum(counts["replayed"] for counts in report.graphs.values())
+    assert sum(counts["released"] for counts in report.graphs.values())
 
 
 @pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])

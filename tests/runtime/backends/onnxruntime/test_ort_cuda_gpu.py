@@ -17,7 +17,7 @@ from sinkprune import Pipeline, Policy, Session
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.steps.pictures import ordered
 from sinkprune.runtime.system import processor_name
-from support.models.small_models import NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
+from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_alike, assert_equal_at_both_ends, options_of
 from support.references.steps import ask
@@ -42,7 +42,7 @@ def test_reports_name_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["opset24", "opset20"])
-@pytest.mark.parametrize("name", [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES])
+@pytest.mark.parametrize("name", [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES, *INTERNVL_SHAPES])
 def test_in_fp32_it_keeps_and_answers_what_the_cpu_does(
     name: str, dialect: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:

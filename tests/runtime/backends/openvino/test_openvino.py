@@ -27,7 +27,7 @@ from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.devices import Cpu
 from sinkprune.runtime.system import trim_heap
 from support.models.chosen_heads import every_method
-from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
+from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
 from support.references.same_answers import assert_alike, assert_equal, options_of
@@ -37,7 +37,7 @@ from support.stand_ins.processor_features import computes_in_bf16, fastest_float
 @pytest.mark.parametrize(
     "name",
     # The others have the same operators, at other sizes.
-    slow_except({"gqa-112"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES)),
+    slow_except({"gqa-112"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES, *INTERNVL_SHAPES)),
 )
 def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image

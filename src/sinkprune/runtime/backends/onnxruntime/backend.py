@@ -248,7 +248,7 @@ class OrtBackend(Backend):
         options.add_external_initializers([weight.name for weight in small], values)
         return values
 
-    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+    def load_small(self, name: str, graph: GraphWriter) -> Engine:
         options = session_options(self._ort)
         options.intra_op_num_threads = self.threads
         session = self._ort.InferenceSession(graph.model(), options, providers=[self.provider], enable_fallback=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
+from functools import cache
 from importlib.metadata import entry_points
 from io import StringIO
 from itertools import count
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.manifest import CacheForm, Dtype
+from sinkprune.contract.manifest import CacheForm
 from sinkprune.runtime.backends import Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor, Shapes
@@ -33,7 +34,8 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     session_options,
     words,
 )
-from sinkprune.runtime.backends.onnxruntime.small_graphs import best_graph, with_sizes_on_device
+from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on_device
+from sinkprune.runtime.backends.small_graphs import WRITERS
 from sinkprune.runtime.device.captures import Capture, Captures
 from sinkprune.runtime.device.cuda import Device, open_device
 from sinkprune.runtime.system import Turns
@@ -48,8 +50,6 @@ _MOST_NUMBERS = 512
 """Graphs that one session captures in its life. The library may hold a released graph until the session ends."""
 KERNELS = "sinkprune.cuda_kernels"
 """The entry points of engines with kernels. Each takes this backend and a `Model`, and returns an engine or None."""
-BEST = "best"
-"""The name of the graph that finds the largest logit, in reports of captures."""
 OpenSession = Callable[[Provider, Mapping[str, int]], Any]
 """Returns a session on a provider, with constants in the place of dimensions of these names."""
 _REMEMBERED = 4096
@@ -77,7 +77,7 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         DeviceMemory.__init__(self, device, Captures(device))
         self.versions["gpu"] = device.name
         self.turn = _TURNS
-        self._best = dict[tuple[Dtype, int], CudaEngine]()
+        self._small = cache(lambda name, *kind: self.load_small(name, WRITERS[name](*kind)))
         self.plain: Provider = (CUDA[0], {**CUDA[1], "user_compute_stream": str(device.stream)})
         self.capturing: Provider = (CUDA[0], {**self.plain[1], "enable_cuda_graph": "1"})
 
@@ -107,16 +107,11 @@ class OrtCudaBackend(DeviceMemory, OrtBackend):
         with self.turn:
             return CudaEngine(self, model.graph, open_session, in_place, own_sessions=not model.weights)
 
-    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+    def load_small(self, name: str, graph: GraphWriter) -> Engine:
         return self.small_engine(name, graph.model(), own_sessions=False)
 
-    def best(self, logits: DeviceTensor) -> tuple[int, bool]:
-        """Return what `Backend.best` does; two numbers cross from the device."""
-        kind: tuple[Dtype, int] = ("float16" if logits.dtype == np.float16 else "float32", logits.shape[1])
-        if kind not in self._best:
-            self._best[kind] = self.small_engine(BEST, best_graph(*kind), own_sessions=False)
-        index, finite = self.numpy(self._best[kind]({"logits": logits})["best"])[0]
-        return int(index), bool(finite == 0)
+    def small(self, name: str, *kind: Any) -> Engine:
+        return self._small(name, *kind)
 
     def _fitted(self, model: Model) -> bytes | None:
         return with_sizes_on_device(model.onnx)

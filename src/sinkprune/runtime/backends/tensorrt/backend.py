@@ -7,6 +7,7 @@ run on a GPU yet; tested with fakes of the library and the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -23,6 +24,7 @@ from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnx_writer import GraphWriter
+from sinkprune.runtime.backends.small_graphs import graphs_of
 from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Device, open_device
@@ -106,6 +108,11 @@ class TensorRTBackend(DeviceMemory, Backend):
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
         self.resumes = built.bundle.manifest.cache == "in-place"
         self.prepares_frames = int("frames" in built.engines.manifest.engines)
+        own = graphs_of(built.bundle.manifest)
+        for graph in own:
+            built.own(graph)
+        # At their first use, because sums are compared after this.
+        self._small = cache(lambda graph: self.load_small(graph, own[graph]))
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
@@ -132,9 +139,12 @@ class TensorRTBackend(DeviceMemory, Backend):
         spec = self._built.engines.manifest.engines[model.graph]
         return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
 
-    def load_frames(self, name: str, graph: GraphWriter) -> Engine:
+    def small(self, name: str, *kind: Any) -> Engine:
+        return self._small(name)
+
+    def load_small(self, name: str, graph: GraphWriter) -> Engine:
         engines = self._built.engines
-        file = engines.manifest.engines[name].file
+        file = self._built.own(name).file
         return self._load(Model(name, graph.spec(file), file, engines.files, 0, built=True), {})
 
     def frame_ranges(self, name: str) -> Mapping[str, Range]:

@@ -1,4 +1,4 @@
-"""The graph of a greedy token, and what graphs need to be captured by ONNX Runtime."""
+"""What graphs need to be captured by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -7,29 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.manifest import Dtype
 from sinkprune.runtime.backends.models import message_class
-from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, GraphWriter, add_constant
-
-
-def best_graph(dtype: Dtype, vocabulary: int) -> bytes:
-    """Return an ONNX file: best [1,2] fp32 of logits [1,vocabulary] of `dtype`.
-
-    The first number is the index of the largest logit, the lowest of equal ones: `ArgMax` leaves ties to the library.
-    The second is 0 if all logits are finite, and not a number otherwise. fp32 holds every index below 2**24.
-    """
-    graph = GraphWriter()
-    scores = graph.op("Cast", graph.input("logits", dtype, (1, vocabulary)), to=ELEMENT_TYPES["float32"])
-    is_largest = graph.op("Equal", scores, graph.op("ReduceMax", scores, axes=[1]))
-    place = graph.constant(np.arange(vocabulary, dtype=np.float32)[None])
-    candidate = graph.op("Where", is_largest, place, graph.constant(np.array([vocabulary], np.float32)))
-    index = graph.op("ReduceMin", candidate, axes=[1])
-    # 0 for a finite number, else not a number.
-    finite = graph.op("ReduceSum", graph.op("Sub", scores, scores), graph.constant(np.array([1])))
-    graph.op("Concat", index, finite, into="best", axis=1)
-    graph.output("best", "float32", (1, 2))
-    return graph.model()
-
+from sinkprune.runtime.backends.onnx_writer import add_constant
 
 _FLOATS = {1, 10, 16}
 _ELEMENTWISE = {"Add", "And", "Div", "Equal", "Greater", "Less", "LessOrEqual", "Max", "Min", "Mul", "Sub", "Where"}

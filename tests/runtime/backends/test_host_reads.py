@@ -1,0 +1,81 @@
+"""What the host reads of a device during a request, on stand-ins that record it: nothing before the first logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import NumericsError
+from support.references.same_answers import assert_equal
+from support.stand_ins.fake_device import FakeDevice
+from support.stand_ins.fake_ort_cuda import CudaRig
+from support.stand_ins.tensorrt_rig import rig_of
+
+FAMILIES = {
+    "gqa-112": "retain-64",
+    "next": "retain-160",
+    "qwen": "prune-77.8",
+    "qwen3-vl": "prune-77.8",
+}
+"""A small model of each family, and a budget."""
+
+
+@pytest.fixture
+def model(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str, str], tuple[Pipeline, FakeDevice, Pipeline]]:
+    """Return a function of a backend and a model: the pipeline, its device, and the same on a CPU."""
+
+    def make(backend: str, name: str) -> tuple[Pipeline, FakeDevice, Pipeline]:
+        root = bundle(name, budgets=(FAMILIES[name],))
+        theirs = Pipeline.load(root, threads=1)
+        if backend == "ort-cuda":
+            rig = CudaRig(root)
+            return rig.pipeline(), rig.device, theirs
+        built = rig_of(root, tmp_path / "engines")
+        return built.pipeline, built.device, theirs
+
+    return make
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_host_reads_the_first_logits_then_two_numbers_for_each_token(
+    name: str, backend: str, model: Callable[..., Any], photo: Image.Image
+) -> None:
+    ours, device, theirs = model(backend, name)
+    for budget in ("none", FAMILIES[name]):
+        # Run, captured, replayed.
+        for turn in range(3):
+            assert_equal(ours, theirs, photo.rotate(turn), budget=budget)
+        device.reads.clear()
+        answer = ours.generate(photo, "What is this?", budget=budget, max_new_tokens=3)
+        assert answer.finish == "length"
+        assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)
+        assert device.reads[-2:] == [(1, 2)] * 2 and device.reads.count((1, 2)) == 2
+
+
+@pytest.mark.parametrize("what", ["tokens", "deepstack"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_refused_after_the_first_logits(
+    what: str, value: float, model: Callable[..., Any], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, device, _ = model("ort-cuda", "qwen3-vl")
+    vision, backend = ours.chain.vision, ours.backend
+
+    def broken(inputs: Any) -> Any:
+        outputs = vision(inputs)
+        features = backend.numpy(outputs[what])
+        features[0, -1, -1] = value
+        device.reads.clear()
+        return outputs | {what: backend.tensor(features)}
+
+    monkeypatch.setattr(ours.chain, "vision", broken)
+    named = {"tokens": "tokens", "deepstack": "DeepStack features"}[what]
+    with pytest.raises(NumericsError, match=f"the vision tower gave {named} that are not finite"):
+        ours.generate(photo, "What is this?", budget="none", max_new_tokens=1)
+    assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)

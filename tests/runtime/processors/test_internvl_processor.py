@@ -1,0 +1,127 @@
+"""InternVL's tiles and frames equal those of transformers' processors, and boxes follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+    get_optimal_tiled_canvas,
+)
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import VideoError
+from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.families import read_family
+from sinkprune.runtime.families.internvl import InternVL, TilesProcessor, middle_indices
+from sinkprune.runtime.media.clip import Clip, ClipSize, SampledFrames
+from support.models.clips import INTERNVL_BUDGETS, frames
+from support.models.internvl_checkpoints import COLOURS
+
+PRESET = read_family("preset", PRESETS["internvl3-1b"])
+SIDE = 84
+SIDES = st.integers(1, 3000)
+TILES = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: tuple(sorted(pair)))
+
+
+@pytest.fixture(scope="module")
+def family(bundle: Callable[..., Path]) -> InternVL:
+    return InternVL(read_bundle(bundle("internvl", budgets=INTERNVL_BUDGETS, max_frames=8)).manifest)
+
+
+@pytest.mark.parametrize("resample", [2, 3])
+@pytest.mark.parametrize("size", [(SIDE, SIDE), (300, 200), (60, 500), (10, 7), (1, 1), (3, 700)], ids=str)
+def test_tiles_equal_transformers(size: tuple[int, int], resample: int, photo: Image.Image) -> None:
+    """The setting `crop_to_patches` of a checkpoint is not read: InternVLProcessor turns it on for pictures."""
+    square, image = {"height": SIDE, "width": SIDE}, photo.resize(size)
+    theirs = GotOcr2ImageProcessorPil(size=square, resample=resample, **COLOURS)
+    expected = theirs(image, **InternVLProcessor.images_kwargs, return_tensors="np")["pixel_values"]
+    found = TilesProcessor(PRESET.processor({"resample": resample, **COLOURS}), SIDE)(image)
+    assert (found.dtype, found.shape) == (np.float32, expected.shape)
+    assert found.flags.c_contiguous
+    assert np.abs(found - expected).max() <= 1e-5
+
+
+@given(st.tuples(SIDES, SIDES), TILES)
+def test_the_grid_is_the_one_transformers_chooses(size: tuple[int, int], tiles: tuple[int, int]) -> None:
+    processor = TilesProcessor(PRESET.processor({"min_patches": tiles[0], "max_patches": tiles[1]}), 448)
+    assert processor.grid(size) == get_optimal_tiled_canvas(size[::-1], (448, 448), *tiles)
+
+
+@pytest.mark.parametrize("size", [(448, 448), (449, 448), (896, 448), (633, 633), (634, 634)])
+def test_of_equal_ratios_the_larger_grid_needs_half_of_its_pixels(size: tuple[int, int]) -> None:
+    processor = TilesProcessor(PRESET.processor({}), 448)
+    assert processor.grid(size) == get_optimal_tiled_canvas(size[::-1], (448, 448), 1, 12)
+    assert (processor.grid((633, 633)), processor.grid((634, 634))) == ((1, 1), (2, 2))
+
+
+@pytest.mark.parametrize("size", [(112, 84), (300, 700), (640, 480)], ids=str)
+def test_frames_are_whole_and_resized_as_torchvision_does(size: tuple[int, int], photo: Image.Image) -> None:
+    """uint8 tensors, resized by what torchvision calls for them on a CPU."""
+    square, grey = {"height": 448, "width": 448}, {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    known = PRESET.processor({**COLOURS, "video_processor": {"size": square, **grey}, "max_frames": 4})
+    taken = SampledFrames(frames(3, size, photo), ClipSize(*size, 3, 2.0))
+    pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in taken.frames])).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(pixels, size=(SIDE, SIDE), mode="bicubic", antialias=True)
+    expected = ((resized / 255 - 0.5) / 0.25).numpy()
+    found = TilesProcessor(known, SIDE).of_clip(taken)
+    assert (found.dtype, found.shape) == (np.float32, (3, 3, SIDE, SIDE))
+    assert np.abs(found - expected).max() < 1e-5
+
+
+@given(st.integers(1, 3000), st.integers(1, 768))
+def test_frames_are_sampled_as_transformers_does(count: int, most: int) -> None:
+    """InternVLVideoProcessor.sample_frames, whose module needs torchvision. All frames of a shorter clip."""
+    number = min(count, most)
+    expected = torch.arange(count / number / 2, count, count / number).int().tolist()
+    assert middle_indices(count, 30.0, {"max_frames": most}, 1) == expected
+    assert count > most or expected == [*range(count)]
+
+
+def test_frames_of_a_clip_are_numbered_by_text(family: InternVL, photo: Image.Image) -> None:
+    clip = family.sample_frames(Clip(frames(20, (60, 40), photo), fps=5))
+    layout = family.layout(clip)
+    assert layout.texts == (
+        "Frame1: <img>",
+        *(f"</img>\nFrame{number}: <img>" for number in range(2, 9)),
+        "</img>",
+    )
+    assert (layout.groups, layout.parts, layout.tokens, layout.frames_at_rate) == (8, 8, 36, 20)
+    assert layout.frame_indices == (1, 3, 6, 8, 11, 13, 16, 18)
+    np.testing.assert_array_equal(layout.boxes[:36], layout.boxes[-36:])
+    assert family.largest()["clip"].groups == 8
+
+
+def test_a_bundle_without_max_frames_takes_no_clip(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    manifest = read_bundle(bundle("internvl", budgets=INTERNVL_BUDGETS, max_frames=8)).manifest
+    processor = {key: value for key, value in manifest.processor.items() if key != "video"}
+    family = InternVL(replace(manifest, processor=processor))
+    with pytest.raises(VideoError, match="takes no video"):
+        family.sample_frames(Clip([photo], fps=2))
+    # Four tiles and the whole image
+    assert {kind: layout.groups for kind, layout in family.largest().items()} == {"image": 5}
+
+
+@pytest.mark.parametrize("size", [(300, 200), (200, 700), (90, 80)])
+def test_a_bright_spot_lies_in_its_tokens_boxes(family: InternVL, size: tuple[int, int]) -> None:
+    black = Image.new("RGB", size)
+    spotted = black.copy()
+    spotted.paste((255, 255, 255), (70, 20, 76, 26))
+    layout, after, before = family.layout(spotted), family.inputs(spotted), family.inputs(black)
+    change = np.abs(after["pixel_values"] - before["pixel_values"])
+    assert change.shape[0] == layout.groups
+    units = change.reshape(-1, 3, 6, 28, 6, 28).sum(axis=(1, 3, 5)).reshape(-1)
+    for view in layout.views:
+        left, top, right, bottom = layout.boxes[view][units[view].argmax()]
+        assert left <= 76 and right >= 70 and top <= 26 and bottom >= 20
+    assert [*chain(*layout.views)] == [*range(layout.all_tokens)]
