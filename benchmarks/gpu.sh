@@ -64,7 +64,7 @@ part() {
     set +m
     job=$!
     if [ -n "$limit" ]; then
-        (sleep $((limit - SECONDS)) && kill -TERM -- "-$job") 2>/dev/null &
+        (sleep $((limit - SECONDS)) && kill -TERM -- "-$job") >/dev/null 2>&1 &
         alarm=$!
     fi
     wait "$job" 2>/dev/null
