@@ -69,6 +69,7 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         "per-frame": {"frames": "apart"},
         "tower": {"tower": "merging"},
         "bars": {"tower": "bars"},
+        "action-rows": {"queries": "actions"},
     }
     assert set(changed) == set(OPTIONS)
     for option, fields in changed.items():

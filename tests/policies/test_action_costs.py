@@ -124,7 +124,7 @@ def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) 
         clock[0] += 10 * times + sum(step)
         return tower, chunk_of(budget, step)
 
-    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, PLACE, 0.0, lambda *_: None)
+    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None)
     assert (costs.method, costs.frames, costs.place, costs.prompt_tokens) == ("sinkpruner", 1, PLACE, 7)
     budgets = costs.budgets
     assert ran[:4] == [("none", MEASURED_STEPS), ("prune-88.9", MEASURED_STEPS)] * 2
@@ -145,7 +145,7 @@ def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pyte
         clock[0] += before + steps * step
         return tower, chunk_of(budget, [float(step)] * steps)
 
-    found = measure_costs(act, "sinkpruner", tuple(ms), 1, PLACE, 0.0, lambda *_: None).budgets
+    found = measure_costs(act, "sinkpruner", tuple(ms), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None).budgets
     assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
         "none": (10, 1),
         "prune-66.7": (30, 5),

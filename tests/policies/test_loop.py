@@ -45,7 +45,7 @@ class Thinker:
     """A policy that takes its time. Its action i is [when it was asked, i]."""
 
     def __init__(self, clock: VirtualClock, seconds: float = 0.33, most_held: int | None = None) -> None:
-        self.clock, self.seconds, self.facts = clock, seconds, SimpleNamespace(most_held=most_held)
+        self.clock, self.seconds, self.facts = clock, seconds, SimpleNamespace(most_held=most_held, expert=True)
         self.asked: list[float] = []
         self.held: list[Array | None] = []
 

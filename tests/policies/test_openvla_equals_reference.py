@@ -23,7 +23,7 @@ BUDGETS = (
     "prune-66.7",
     "prune-77.8",
     "prune-80+no-sanitizer",
-    "prune-88.9+serial+raster+visual-keys",
+    "prune-88.9+raster+visual-keys",
     "prune-77.8+drop-sink+action-rows",
 )
 ENDS = ("q01", "q99")
@@ -94,7 +94,7 @@ def test_unpruned_chunks_equal_the_reference(
         *(("openvla-oft", budget, "opset24") for budget in BUDGETS),
         ("openvla-oft", "prune-77.8", "opset20"),
         ("openvla-oft-bridge", "prune-66.7", "opset24"),
-        ("openvla-oft-stateless", "prune-88.9+serial+raster+visual-keys", "opset24"),
+        ("openvla-oft-stateless", "prune-88.9+raster+visual-keys", "opset24"),
     ],
 )
 def test_pruned_chunks_equal_the_reference_with_masked_tokens(
@@ -118,7 +118,7 @@ def test_pruned_chunks_equal_the_reference_with_masked_tokens(
     np.testing.assert_allclose(report.actions, actions, atol=1e-3)
 
 
-@pytest.mark.parametrize("budget", [None, "prune-66.7", "prune-88.9+serial+raster+visual-keys"])
+@pytest.mark.parametrize("budget", [None, "prune-66.7", "prune-88.9+raster+visual-keys"])
 @pytest.mark.parametrize("name", OPENVLA_TOKEN_SHAPES)
 def test_actions_of_tokens_equal_the_reference(
     name: str,

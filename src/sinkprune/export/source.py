@@ -207,7 +207,7 @@ class _ConfigurationFiles:
 
             self._read = translated_files(source, folder, config)
         kinds = {row.model_type: row.folder for row in FAMILIES.values() if row.folder}
-        reader = kinds.get(config.get("model_type", ""))
+        reader = kinds.get(str(config.get("model_type")))
         if reader is not None:
             read: ReadFolder = load_object(reader)
             content = read(source, folder, config, options)

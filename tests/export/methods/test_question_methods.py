@@ -178,4 +178,4 @@ def test_a_round_takes_few_bytes_and_no_loop(method: str, tmp_path: Path) -> Non
     (rounds,) = (function for function in model.functions if function.domain == ROUNDS)
     assert sum(node.op_type == rounds.name for node in model.graph.node) == 203
     assert len(rounds.node) * MAX_ROUNDS < 40_000, len(rounds.node)
-    assert (tmp_path / "graph.onnx").stat().st_size < 203 * 300
+    assert (tmp_path / "graph.onnx").stat().st_size < 203 * 320

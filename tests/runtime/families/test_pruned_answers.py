@@ -142,9 +142,9 @@ def test_clips(
         (
             "next-mistral",
             "retain-320",
-            ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-no-diversity", "sinkpruner-no-text-pruner"),
+            ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-heads", "sinkpruner-no-text-pruner"),
         ),
-        slow(("internvl3.5", "prune-66.7", tuple(method for method in METHODS if method != "pyramiddrop"))),
+        slow(("internvl3.5", "prune-66.7", tuple(METHODS))),
     ],
 )
 def test_other_methods_keep_the_same_mean_of_every_tile(

@@ -110,6 +110,8 @@ def kept_of(
             diverse=counts.diverse,
             remove_outliers=plan.shares.remove_outliers,
             aggregate=plan.shares.aggregate,
+            rounds=plan.shares.diversity_rounds,
+            centring=method.endswith("+centred"),
         )
         rows = whole[index]
         if counts.sink:

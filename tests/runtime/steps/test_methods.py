@@ -70,7 +70,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
     assert (inside["tops"], inside["vscan"]) == ((3, 6), (4,))
     before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random"), ())
-    assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
+    assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | {"sinkpruner-one-stage": (1,)} | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
         assert path.stat().st_size < 40_000
 

@@ -221,5 +221,10 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
 
 
 def test_every_option_runs_end_to_end() -> None:
-    # Clips have a test of their own.
-    assert {option for budget in BUDGETS for option in budget.split("+")[1:]} == set(OPTIONS) - {"per-frame", "tower"}
+    # Clips, towers and policies have tests of their own.
+    assert {option for budget in BUDGETS for option in budget.split("+")[1:]} == set(OPTIONS) - {
+        "per-frame",
+        "tower",
+        "bars",
+        "action-rows",
+    }

@@ -180,7 +180,7 @@ class OpenVlaReference:
                     salience,
                     reserve=options.reserve.of(count),
                     diverse=options.diverse.of(count),
-                    batch=options.diversity_group_size,
+                    rounds=options.diversity_rounds,
                     remove_outliers=options.remove_outliers,
                     aggregate=options.aggregate,
                     raster=options.order == "raster",
