@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from sinkprune.contract.manifest import FusedTower, SquareTower
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models.vit import layer_norm, two_layers
+from sinkprune.export.models.merging import Merging
+from sinkprune.export.models.vit import cls_salience, layer_norm, patch_rows, two_layers
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -29,10 +30,7 @@ def build_fused(graph: WeightedGraph, tower: FusedTower) -> None:
     graph.output("tokens", tokens, ["G", tower.tokens, dino.hidden_size + tower.hidden_size])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("norms", norms, ["G", tower.tokens], _FLOAT)
-    cls = op.Mul(op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT), (dino.hidden_size // dino.num_heads) ** -0.5)
-    shares = op.Softmax(op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])), axis=-1)
-    received = op.ReduceMean(shares, [1, 2], keepdims=0)
-    salience = op.Slice(received, [patches], [patches + tower.tokens], [1])
+    salience = cls_salience(graph, dino, query, key, Merging(graph, tower.tokens, special=patches), patches)
     graph.output("salience", salience, ["G", tower.tokens], _FLOAT)
 
 
@@ -49,11 +47,8 @@ def _run(
 
     `special` are the names and numbers of the rows before the patches. With `scaled` blocks have layer scales.
     """
-    op, d, p = graph.op, tower.hidden_size, tower.patch_size
-    kernel = graph.parameter(f"{name}.patch_embed.proj.weight", [d, 3, p, p])
-    bias = graph.parameter(f"{name}.patch_embed.proj.bias", [d])
-    patches = op.Conv(pixels, kernel, bias, kernel_shape=[p, p], strides=[p, p])
-    x = op.Transpose(op.Reshape(patches, [0, d, tower.tokens]), perm=[0, 2, 1])
+    op, d = graph.op, tower.hidden_size
+    x = patch_rows(graph, tower, pixels, f"{name}.patch_embed.proj", bias=True)
     x = op.Add(x, graph.parameter(f"{name}.pos_embed", [1, tower.tokens, d]))
     groups = op.Shape(pixels, start=0, end=1)
     before = [

@@ -50,7 +50,7 @@ def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
-    graph.output("salience", _cls_salience(graph, vit, query, key, merging), ["G", n], _FLOAT)
+    graph.output("salience", cls_salience(graph, vit, query, key, merging), ["G", n], _FLOAT)
     if merges:
         merging.output()
 
@@ -58,7 +58,7 @@ def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES
 def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
     """Return [G,1+N,D]: the class embedding and the patches, with positions, normed."""
     op, d, name = graph.op, vit.hidden_size, "vision_tower.embeddings"
-    patches = _patches(graph, vit, pixels, f"{name}.patch_embedding", bias=False)
+    patches = patch_rows(graph, vit, pixels, f"{name}.patch_embedding", bias=False)
     cls = op.Reshape(graph.parameter(f"{name}.class_embedding", [d]), [1, 1, d])
     positions = graph.parameter(f"{name}.position_embedding.weight", [vit.tokens + 1, d])
     x = op.Add(_after_cls(graph, pixels, patches, cls), positions)
@@ -85,7 +85,7 @@ def _at_places(graph: WeightedGraph, x: ir.Value) -> ir.Value:
     return gathered(graph.op, x, graph.input("places", ["G", "N"], _INT64))
 
 
-def _patches(graph: WeightedGraph, tower: SquareTower, pixels: ir.Value, name: str, *, bias: bool) -> ir.Value:
+def patch_rows(graph: WeightedGraph, tower: SquareTower, pixels: ir.Value, name: str, *, bias: bool) -> ir.Value:
     """Return [G,patches,D]: the patches, embedded by the weights `name`."""
     op, d, p = graph.op, tower.hidden_size, tower.patch_size
     weights = [graph.parameter(f"{name}.weight", [d, 3, p, p])]
@@ -152,16 +152,21 @@ def two_layers(
     return graph.linear(x, names[1], inner, outer, bias=bias)
 
 
-def _cls_salience(
-    graph: WeightedGraph, vit: ViTTower, query: ir.Value | None, key: ir.Value | None, merging: Merging
+def cls_salience(
+    graph: WeightedGraph,
+    vit: SquareTower,
+    query: ir.Value | None,
+    key: ir.Value | None,
+    merging: Merging,
+    patches: int = 1,
 ) -> ir.Value:
-    """Return [G,N] fp32: the CLS row of softmax attention, its patch columns, mean over heads."""
+    """Return [G,N] fp32: the CLS row of softmax attention, its columns from `patches` on, mean over heads."""
     op = graph.op
     cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
     cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)
     scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2]))
     row = op.ReduceMean(op.Softmax(merging.counted(scores), axis=-1), [1, 2], keepdims=0)
-    return op.Slice(merging.of_a_place(row), [1], [merging.left + 1], [1])
+    return op.Slice(merging.of_a_place(row), [patches], [patches + merging.left], [1])
 
 
 def build_siglip(
@@ -198,7 +203,7 @@ def build_siglip(
 def _embed_siglip(graph: WeightedGraph, tower: SiglipTower, pixels: ir.Value) -> ir.Value:
     """Return [G,N,D]: the patches, with positions."""
     name, shape = "vision_tower.embeddings", [tower.tokens, tower.hidden_size]
-    patches = _patches(graph, tower, pixels, f"{name}.patch_embedding", bias=True)
+    patches = patch_rows(graph, tower, pixels, f"{name}.patch_embedding", bias=True)
     return graph.op.Add(patches, graph.parameter(f"{name}.position_embedding.weight", shape))
 
 
@@ -246,14 +251,14 @@ def build_intern_vit(graph: WeightedGraph, vit: InternViT) -> None:
     merge, side = facts.merge_size, facts.image_size // facts.patch_size
     pixels = graph.input("pixel_values", ["G", 3, facts.image_size, facts.image_size])
     name = "vision_tower.embeddings"
-    patches = _patches(graph, facts, pixels, f"{name}.patch_embeddings.projection", bias=True)
+    patches = patch_rows(graph, facts, pixels, f"{name}.patch_embeddings.projection", bias=True)
     x = _after_cls(graph, pixels, patches, graph.parameter(f"{name}.cls_token", [1, 1, d]))
     x = op.Add(x, graph.parameter(f"{name}.position_embeddings", [1, facts.patches + 1, d]))
     for block in range(facts.num_blocks):
         x, query, key = _intern_block(graph, vit, f"vision_tower.encoder.layer.{block}", x)
     rows = op.Slice(x, [1], [facts.patches + 1], [1])
     norms = op.ReduceL2(op.Cast(rows, to=_FLOAT), [-1], keepdims=0)
-    salience = _cls_salience(graph, facts, query, key, Merging(graph, facts.patches, special=1))
+    salience = cls_salience(graph, facts, query, key, Merging(graph, facts.patches, special=1))
     if vit.last_norm:
         rows = layer_norm(graph, rows, "vision_tower.layernorm", d, facts.layer_norm_eps)
 

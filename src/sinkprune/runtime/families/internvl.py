@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -191,17 +192,7 @@ class InternVL(SquarePictures):
         texts: tuple[str, ...],
     ) -> VisualLayout:
         """Return the layout of groups that show the `areas`. Views end at the groups `ends`."""
-        n = self._tower.tokens
-        return VisualLayout(
-            size=size,
-            groups=len(areas),
-            tokens=n,
-            unpruned_rows=np.arange(len(areas) * n),
-            boxes=np.concatenate([grid_boxes(area, self._side, self._side) for area in areas]),
-            views=tuple(range(start * n, end * n) for start, end in zip((0, *ends), ends, strict=False)),
-            places=None,
-            extent=0,
-            tower_flops=len(areas) * self._tower_flops,
-            projector_flops=self._projector_flops,
-            texts=texts,
-        )
+        n, starts = self._tower.tokens, (0, *ends)
+        boxes = np.concatenate([grid_boxes(area, self._side, self._side) for area in areas])
+        views = [range(start * n, end * n) for start, end in pairwise(starts)]
+        return replace(self._in_line(size, len(areas), np.arange(len(areas) * n), boxes, views), texts=texts)

@@ -311,6 +311,28 @@ class SquarePictures(Family):
         # CLIP has a row more, for the CLS token.
         return vit_flops(self._tower, tokens + isinstance(self._tower, ViTTower), self._merges)
 
+    def _in_line(self, size: PixelSize, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
+        """Return a layout whose rows have their numbers in the prompt as positions."""
+        return VisualLayout(
+            size=size,
+            groups=groups,
+            tokens=self._tower.tokens,
+            unpruned_rows=rows,
+            boxes=boxes,
+            views=tuple(views),
+            places=None,
+            extent=0,
+            tower_flops=groups * self._tower_flops,
+            projector_flops=self._projector_flops,
+        )
+
+    def _keeping_places(self, size: PixelSize, area: tuple[float, float, float, float]) -> VisualLayout:
+        """Return a layout of one group that shows `area`, whose kept rows keep their positions."""
+        tokens = np.arange(self._tower.tokens)
+        boxes = grid_boxes(area, self._side, self._side)
+        layout = self._in_line(size, 1, tokens, boxes, [range(len(tokens))])
+        return replace(layout, places=tokens[None], extent=len(tokens))
+
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
         """Return the layout of an image of `size` (width, height)."""
@@ -348,21 +370,6 @@ class Llava(SquarePictures):
         boxes = grid_boxes(patched, self._side, self._side)
         layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
         return replace(layout, seen_share=_share_within(area, size))
-
-    def _in_line(self, size: PixelSize, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
-        """Return a layout whose rows have their numbers in the prompt as positions."""
-        return VisualLayout(
-            size=size,
-            groups=groups,
-            tokens=self._tower.tokens,
-            unpruned_rows=rows,
-            boxes=boxes,
-            views=tuple(views),
-            places=None,
-            extent=0,
-            tower_flops=groups * self._tower_flops,
-            projector_flops=self._projector_flops,
-        )
 
 
 def _off_bars(layout: VisualLayout) -> Array:

@@ -8,7 +8,7 @@ from PIL import Image
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.manifest import FusedSettings, FusedTower, Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
+from sinkprune.contract.schedule import VisualLayout, vit_flops
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, check_settings, pixel_values
 
@@ -49,17 +49,4 @@ class OpenVla(SquarePictures):
         return vit_flops(tower, tower.tokens, {}) + vit_flops(dino, 1 + self._tower.registers + dino.tokens, {})
 
     def _layout(self, size: PixelSize) -> VisualLayout:
-        tokens = np.arange(self._tower.tokens)
-        return VisualLayout(
-            size=size,
-            groups=1,
-            tokens=self._tower.tokens,
-            unpruned_rows=tokens,
-            boxes=grid_boxes((0.0, 0.0, *map(float, size)), self._side, self._side),
-            views=(range(self._tower.tokens),),
-            # Kept rows keep their positions.
-            places=tokens[None],
-            extent=self._tower.tokens,
-            tower_flops=self._tower_flops,
-            projector_flops=self._projector_flops,
-        )
+        return self._keeping_places(size, (0.0, 0.0, *map(float, size)))

@@ -24,7 +24,7 @@ from sinkprune.contract.manifest import (
     SiglipTower,
 )
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_values
 
@@ -181,20 +181,8 @@ class Pi0(SquarePictures):
         return None
 
     def _layout(self, size: PixelSize) -> VisualLayout:
-        tokens = np.arange(self._tower.tokens)
-        return VisualLayout(
-            size=size,
-            groups=1,
-            tokens=self._tower.tokens,
-            unpruned_rows=tokens,
-            boxes=grid_boxes(self._processor.square_box(size), self._side, self._side),
-            views=(range(self._tower.tokens),),
-            # Kept rows keep their positions, which the expert's rotary embedding continues.
-            places=tokens[None],
-            extent=self._tower.tokens,
-            tower_flops=self._tower_flops,
-            projector_flops=self._projector_flops,
-        )
+        # The expert's rotary embedding continues the positions.
+        return self._keeping_places(size, self._processor.square_box(size))
 
 
 class Pi05(Pi0):
