@@ -205,6 +205,8 @@ class SquarePictures(Family):
     """Why the family takes no video."""
     _processor: Any
     """Returns [3,image_size,image_size] fp32 of an image."""
+    _projector_flops: int
+    """The FLOPs of a row in the projector."""
     _masked = False
     """Whether what is outside the resized picture is 0 after pixels are normalised."""
     _merges: Mapping[int, int] = MappingProxyType({})

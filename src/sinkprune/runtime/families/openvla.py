@@ -49,4 +49,4 @@ class OpenVla(SquarePictures):
         return vit_flops(tower, tower.tokens, {}) + vit_flops(dino, 1 + self._tower.registers + dino.tokens, {})
 
     def _layout(self, size: PixelSize) -> VisualLayout:
-        return self._keeping_places(size, (0.0, 0.0, *map(float, size)))
+        return self._keeping_places(size, (0.0, 0.0, float(size[0]), float(size[1])))
