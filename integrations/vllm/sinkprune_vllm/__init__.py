@@ -6,7 +6,9 @@ vLLM calls `register` in each of its processes. A model is pruned if its configu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 TESTED = "0.32"
 """The minor version of vLLM whose classes this package replaces."""
@@ -28,6 +30,7 @@ def register() -> None:
         )
     from vllm.config import VllmConfig
     from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
 
     from sinkprune_vllm.option import FAMILIES, check
 
@@ -35,12 +38,27 @@ def register() -> None:
         ModelRegistry.register_model(architecture, family.model)
 
     # vLLM has no hook for the check of a configuration of any architecture.
-    update = VllmConfig.try_verify_and_update_config
-    if not hasattr(update, "__wrapped__"):
+    _follow(VllmConfig, "try_verify_and_update_config", check)
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-        @wraps(update)
-        def checked(self: VllmConfig) -> None:
-            update(self)
-            check(self)
+        _follow(CPUModelRunner, "load_model", _ask_for_positions)
 
-        VllmConfig.try_verify_and_update_config = checked
+
+def _follow(owner: type, name: str, then: Callable[[Any], None]) -> None:
+    """Let a method call `then` at its end, once however often this is called."""
+    method = getattr(owner, name)
+    if not hasattr(method, "followed_by"):
+
+        @wraps(method)
+        def followed(self: Any, *given: Any, **named: Any) -> None:
+            method(self, *given, **named)
+            then(self)
+
+        followed.followed_by = then
+        setattr(owner, name, followed)
+
+
+def _ask_for_positions(runner: Any) -> None:
+    # vLLM's runner for CPUs leaves out this line of the one for GPUs.
+    runner.is_multimodal_pruning_enabled = runner.model_config.multimodal_config.is_multimodal_pruning_enabled()

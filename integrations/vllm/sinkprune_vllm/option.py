@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 NAME, KEY = "sinkprune", "sanitizer_of"
 OUTLIERS_PER_MILLE = 10
-ROW_TOKENS = 576
+NO_VIDEO_PRUNED = 2.0**-64
+"""A rate that vLLM takes for pruning, by which its own pruning of videos would keep every token."""
 
 
 class Family(NamedTuple):
@@ -23,18 +24,32 @@ class Family(NamedTuple):
 
     model: str
     """Its class here, as vLLM's registry takes it."""
+    tokens: int
+    """The number of tokens of a group that the counts of `budgets` are of."""
     budgets: Mapping[str, tuple[int, int]]
-    """The salient and diverse tokens that a budget keeps of `ROW_TOKENS` tokens of a group."""
+    """How many salient and diverse tokens a budget keeps."""
+    settings: Mapping[str, str] = {}
+    """What the configuration must have, by the setting's name."""
+    corrects_positions: bool = False
+    """Whether positions of a prompt depend on the kept tokens."""
 
 
+CLIP = {"vision_config.model_type": "clip_vision_model", "vision_feature_select_strategy": "default"}
+QWEN = {"prune-66.7": (450, 50), "prune-77.8": (450, 50), "prune-80": (400, 50), "prune-88.9": (200, 50)}
 FAMILIES = {
     "LlavaForConditionalGeneration": Family(
         "sinkprune_vllm.llava:PrunedLlava",
+        576,
         {"retain-192": (192, 192), "retain-128": (128, 128), "retain-64": (64, 64), "retain-32": (32, 32)},
+        CLIP,
     ),
     "LlavaNextForConditionalGeneration": Family(
-        "sinkprune_vllm.llava:PrunedLlavaNext", {"retain-320": (64, 64), "retain-160": (32, 32)}
+        "sinkprune_vllm.llava:PrunedLlavaNext", 576, {"retain-320": (64, 64), "retain-160": (32, 32)}, CLIP
     ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "sinkprune_vllm.qwen:PrunedQwen25", 1000, QWEN, corrects_positions=True
+    ),
+    "Qwen3VLForConditionalGeneration": Family("sinkprune_vllm.qwen:PrunedQwen3", 1000, QWEN, corrects_positions=True),
 }
 """By vLLM's name of the architecture."""
 
@@ -60,14 +75,22 @@ def cache_key(budget: str) -> str:
 def counts_of(family: Family, budget: str, tokens: int) -> Counts:
     """Return the counts of a group of `tokens` tokens."""
     outliers = -(-tokens * OUTLIERS_PER_MILLE // 1000)
-    shares = (max(1, tokens * count // ROW_TOKENS) for count in family.budgets[budget])
-    reserve, diverse = shares
+    reserve, diverse = (max(1, tokens * count // family.tokens) for count in family.budgets[budget])
     reserve = min(reserve, tokens - outliers)
     return Counts(outliers, reserve, min(diverse, tokens - outliers - reserve))
 
 
+def counts_in(model_config: Any, tokens: int) -> Counts | None:
+    """Return the counts of a group of `tokens` tokens in this model; None for a model without the option."""
+    budget = budget_of(model_config.hf_config)
+    return None if budget is None else counts_of(FAMILIES[model_config.architecture], budget, tokens)
+
+
 def check(config: VllmConfig) -> None:
-    """Raise `ValueError` if the model has the option and would be pruned otherwise than asked, or not at all."""
+    """Raise `ValueError` if the model has the option and would be pruned otherwise than asked, or not at all.
+
+    Makes vLLM ask the model for positions if they depend on the kept tokens.
+    """
     model = config.model_config
     budget = budget_of(model.hf_config) if model is not None else None
     if budget is None:
@@ -75,29 +98,33 @@ def check(config: VllmConfig) -> None:
     family = FAMILIES.get(model.architecture)
     if family is None:
         raise ValueError(
-            f"vLLM runs this model as {model.architecture}, and option '{NAME}' prunes {' and '.join(FAMILIES)}. "
-            "Leave the option out. Of a Qwen-VL, fewer tokens need smaller pictures: "
-            """--mm-processor-kwargs '{"max_pixels": 262144}'."""
+            f"vLLM runs this model as {model.architecture}, and option '{NAME}' prunes {', '.join(FAMILIES)}. "
+            "Leave the option out."
         )
     if budget not in family.budgets:
         raise ValueError(f"unknown budget '{budget}'. {model.architecture} has {', '.join(family.budgets)}.")
-    hf, mm, lora = model.hf_config, model.multimodal_config, config.lora_config
-    expected = [
-        ("vision_config.model_type", hf.vision_config.model_type, "clip_vision_model"),
-        ("vision_feature_select_strategy", hf.vision_feature_select_strategy, "default"),
-        ("type of vision_feature_layer", type(hf.vision_feature_layer).__name__, "int"),
-    ]
-    for name, found, wanted in expected:
+    for name, wanted in family.settings.items():
+        found = model.hf_config
+        for part in name.split("."):
+            found = getattr(found, part)
         if found != wanted:
-            raise ValueError(
-                f"{name} is {found}, and option '{NAME}' needs {wanted}, as LLaVA-1.5 has. Leave the option out."
-            )
+            raise ValueError(f"{name} is {found}, and option '{NAME}' needs {wanted}. Leave the option out.")
+    mm, lora = model.multimodal_config, config.lora_config
     for name, given, why in [
         ("--compilation-config '{\"compile_mm_encoder\": true}'", config.compilation_config.compile_mm_encoder,
          "the attention of a compiled vision tower cannot be read"),
+        ("--mm-encoder-tp-mode data", mm.mm_encoder_tp_mode == "data",
+         "no device would have the attention of all pictures"),
+        ("--pipeline-parallel-size",
+         family.corrects_positions and config.parallel_config.pipeline_parallel_size > 1,
+         "vLLM corrects positions in the first stage only"),
         ("--enable-mm-embeds", mm.enable_mm_embeds, "embeddings of pictures come without the tower's attention"),
         ("--enable-tower-connector-lora", lora is not None and lora.enable_tower_connector_lora,
          "vLLM computes the tower's tokens from the LLM's"),
+        ("a list in vision_feature_layer", isinstance(getattr(model.hf_config, "vision_feature_layer", 0), list),
+         "the attention of one layer chooses the tokens"),
     ]:  # fmt: skip
         if given:
             raise ValueError(f"option '{NAME}' does not work with {name}: {why}. Leave one of the two out.")
+    if family.corrects_positions:
+        mm.video_pruning_rate = NO_VIDEO_PRUNED

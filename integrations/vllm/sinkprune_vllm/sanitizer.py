@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+QUERIES = 1024
+"""How many rows of a head's attention are in memory at once."""
 
 
 class Counts(NamedTuple):
@@ -41,20 +45,40 @@ def cls_salience(query: Tensor, key: Tensor) -> Tensor:
     return scores.softmax(-1).sum(1)[:, 1:]
 
 
-def select(tokens: Tensor, salience: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-    """Return the kept rows [G,n0,D] of `tokens` [G,N,D], and the token of each, [G,n0].
+def received_attention(query: Tensor, key: Tensor, lengths: list[int]) -> Tensor:
+    """Return [P]: the softmax attention that each patch receives within its sequence, summed over heads and queries.
+
+    `query` and `key` [P,H,h] are those of sequences of `lengths` patches, one behind the other.
+    """
+    batches = (pad_sequence(each.float().split(lengths), batch_first=True).transpose(1, 2) for each in (query, key))
+    query, key = batches
+    held = pad_sequence([query.new_ones(length) for length in lengths], batch_first=True)[:, None]
+    hidden = (1 - held) * torch.finfo(torch.float32).min
+    total = torch.zeros_like(held)
+    for head in range(query.shape[1]):
+        scaled, keys = query[:, head] * query.shape[-1] ** -0.5, key[:, head].mT
+        for rows, own in zip(scaled.split(QUERIES, 1), held.split(QUERIES, 2), strict=True):
+            total += own @ (rows @ keys + hidden).softmax(-1)
+    return torch.cat([row[0, :length] for row, length in zip(total, lengths, strict=True)])
+
+
+def select(
+    rows: Tensor, salience: Tensor, counts: Counts, norms: Tensor | None = None, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the kept ones of `rows` [G,N,D], [G,n0,D], and the token of each, [G,n0].
 
     The first is the sink, whose token is the one of largest norm. Salient tokens follow, then diverse ones, both in
-    ascending order.
+    ascending order. Only the first `width` columns are compared. Without `norms` [G,N], theirs choose the outliers.
     """
-    rows = tokens.float()
-    norms = rows.norm(dim=-1)
-    outliers = _largest(norms, counts.outliers)
-    sink = _gather(rows, outliers).mean(1, keepdim=True)
+    tokens = rows[..., :width].float()
+    lengths = tokens.norm(dim=-1)
+    outliers = _largest(lengths if norms is None else norms, counts.outliers)
+    sink = _gather(rows, outliers).float().mean(1, keepdim=True)
     reserved = _largest(salience.float().scatter(1, outliers, -torch.inf), counts.reserve)
-    diverse = _least_alike(rows / norms.where(norms > 0, 1)[..., None], torch.cat([outliers, reserved], 1), counts)
+    unit = tokens / lengths.where(lengths > 0, 1)[..., None]
+    diverse = _least_alike(unit, torch.cat([outliers, reserved], 1), counts)
     index = torch.cat([reserved.sort(-1).values, diverse.sort(-1).values], 1)
-    return torch.cat([sink.to(tokens.dtype), _gather(tokens, index)], 1), torch.cat([outliers[:, :1], index], 1)
+    return torch.cat([sink.to(rows.dtype), _gather(rows, index)], 1), torch.cat([outliers[:, :1], index], 1)
 
 
 def _least_alike(unit: Tensor, taken: Tensor, counts: Counts) -> Tensor:

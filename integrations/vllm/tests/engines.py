@@ -12,6 +12,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
 MODELS = Path(os.environ["SINKPRUNE_VLLM_MODELS"])
 QUESTIONS = ("Is there a circle?", "What colour is the square?", "How many shapes are there?")
+IMAGE_TOKENS = {"llava": 3, "llava-next": 380, "qwen2.5-vl": 375, "qwen3-vl": 5}
 
 
 def overrides(budget: str | None) -> dict[str, Any]:
@@ -23,11 +24,16 @@ def options(model: str, budget: str | None, **more: Any) -> dict[str, Any]:
     return {"model": str(MODELS / model), "hf_overrides": overrides(budget), "max_logprobs": -1, **own, **more}
 
 
-def request(number: int, question: str = QUESTIONS[0]) -> dict[str, Any]:
+def request(family: str, *numbers: int, question: str = QUESTIONS[0]) -> dict[str, Any]:
+    """Return a question about one or more pictures."""
     from PIL import Image
 
-    picture = Image.open(MODELS / f"{number}.png").convert("RGB")
-    return {"prompt": f"USER: <image>\n{question} ASSISTANT:", "multi_modal_data": {"image": picture}}
+    pictures = [Image.open(MODELS / f"{number}.png").convert("RGB") for number in numbers]
+    prompt = "USER: " + "<image>\n" * len(pictures) + f"{question} ASSISTANT:"
+    if family.startswith("qwen"):
+        seen = "<|vision_start|><|image_pad|><|vision_end|>" * len(pictures)
+        prompt = f"<|im_start|>user\n{seen}{question}<|im_end|>\n<|im_start|>assistant\n"
+    return {"prompt": prompt, "multi_modal_data": {"image": pictures}}
 
 
 def answers(llm: Any, requests: list[dict[str, Any]], tokens: int = 6) -> list[Any]:
@@ -50,6 +56,7 @@ if __name__ == "__main__":
     from vllm import LLM
 
     own = LLM(**options(**json.loads(sys.argv[1])))
-    found = answers(own, [request(number) for number in range(3)])
+    model = json.loads(sys.argv[1])["model"]
+    found = answers(own, [request(model, number) for number in range(3)])
     lengths = [len(output.prompt_token_ids) for output in found]
     sys.stdout.write(json.dumps([words(found), lengths, [first_logprobs(output) for output in found]]))

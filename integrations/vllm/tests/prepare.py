@@ -17,11 +17,17 @@ from sinkprune.demo.scenes import make_scene
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.checkpoints import NextShape, make_llava_next_checkpoint
+from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
-POCKET = Path(__file__).parents[3] / "demo/pocket"
-BUDGETS = {"llava": ("retain-64", "retain-32"), "llava-next": ("retain-320", "retain-160")}
-# Shapes that LLaVA-NeXT does not pad: padding makes tokens that differ by rounding only.
-SIZES = [(224, 224), (112, 112), (300, 150), (150, 300), (450, 150), (100, 300)]
+DEMO = Path(__file__).parents[3] / "demo"
+BUDGETS = {
+    "llava": ("retain-64", "retain-32"),
+    "llava-next": ("retain-320", "retain-160"),
+    "qwen2.5-vl": ("prune-80", "prune-88.9"),
+    "qwen3-vl": ("prune-80", "prune-88.9"),
+}
+# Shapes that LLaVA-NeXT does not pad: padding makes tokens that differ by rounding only. Qwen-VL does not scale them.
+SIZES = [(224, 224), (112, 112), (280, 140), (140, 280), (420, 140), (84, 252)]
 
 
 def give_hub_names(folder: Path) -> None:
@@ -36,10 +42,12 @@ def give_hub_names(folder: Path) -> None:
 def main(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shutil.copytree(POCKET, folder / "llava")
+    shutil.copytree(DEMO / "pocket", folder / "llava")
+    shutil.copytree(DEMO / "pocket-qwen3", folder / "qwen3-vl")
     # With heads of a size that vLLM takes.
     make_llava_next_checkpoint(folder / "llava-next", NextShape(text={"hidden_size": 128}))
-    for family in BUDGETS:
+    make_qwen_checkpoint(folder / "qwen2.5-vl", QwenShape(num_heads=2))
+    for family in ("llava", "llava-next"):
         give_hub_names(folder / family)
     pictures = []
     for number in range(20):

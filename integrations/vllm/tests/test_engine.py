@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openai
@@ -20,21 +21,29 @@ import pytest
 import sinkprune_vllm
 import torch
 import vllm
-from sinkprune_vllm import llava
+from sinkprune_vllm import llava, qwen
 from transformers import AutoModelForImageTextToText
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from engines import MODELS, QUESTIONS, answers, first_logprobs, options, overrides, request, words
-from support.references.reference import largest, sanitize
+from engines import IMAGE_TOKENS, MODELS, QUESTIONS, answers, first_logprobs, options, overrides, request, words
+from support.references.reference import beside_kept, sanitize
 
 EXPECTED = json.loads((MODELS / "expected.json").read_text())
 """What `ort-cpu` keeps of each picture's groups, by family and budget."""
-IMAGE_TOKENS = {"llava": 3, "llava-next": 380}
-POCKET = Path(__file__).parents[3] / "demo/pocket"
-BUDGETS = [(family, budget) for family in ("llava", "llava-next") for budget in EXPECTED[family]]
+DEMO = Path(__file__).parents[3] / "demo"
+BUDGETS = [(family, budget) for family in EXPECTED for budget in EXPECTED[family]]
 BATCHES = (1, 8, 2, 5, 4)
+
+
+class Group(NamedTuple):
+    """A group of tokens, and what is kept of it by the plugin and by the reference."""
+
+    rows: np.ndarray
+    found: tuple[list[int], np.ndarray]
+    index: list[int]
+    kept: np.ndarray
 
 
 @pytest.fixture
@@ -53,83 +62,112 @@ def start() -> Iterator[Callable[..., vllm.LLM]]:
 
 
 @pytest.fixture
-def selected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return what is selected of each group: tokens, salience, counts, kept rows and index."""
-    found: list[tuple[Any, ...]] = []
+def selected(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """Return what is selected of each group, in the order of the pictures."""
+    groups: list[Group] = []
 
-    def select(tokens: torch.Tensor, salience: torch.Tensor, counts: Any) -> Any:
-        kept, index = own(tokens, salience, counts)
-        groups = zip(tokens.numpy(), salience.numpy(), kept.numpy(), index.tolist(), strict=True)
-        found.extend((*group[:2], counts, *group[2:]) for group in groups)
+    def select(rows: Any, salience: Any, counts: Any, norms: Any = None, width: int | None = None) -> Any:
+        kept, index = own(rows, salience, counts, norms, width)
+        norms = rows.norm(dim=-1) if norms is None else norms
+        for group, *given in zip(*(x.numpy() for x in (rows, norms, salience, index, kept)), strict=True):
+            lengths, received, *found = given
+            _, source = sanitize(group[:, :width], lengths, received, reserve=counts.reserve, diverse=counts.diverse)
+            expected = beside_kept(group[None], lengths, source, sink=True)[0]
+            groups.append(Group(group, (found[0].tolist(), found[1]), source, expected))
         return kept, index
 
     own = llava.select
-    monkeypatch.setattr(llava, "select", select)
-    return found
+    for module in (llava, qwen):
+        monkeypatch.setattr(module, "select", select)
+    return groups
 
 
 @pytest.mark.parametrize(("family", "budget"), BUDGETS)
 def test_kept_sets_equal_the_reference_and_ort_cpu(
-    family: str, budget: str, start: Callable[..., vllm.LLM], selected: list[tuple[Any, ...]]
+    family: str, budget: str, start: Callable[..., vllm.LLM], selected: list[Group]
 ) -> None:
     # Pillow scales pictures, as in sinkprune. By torchvision's pixels, near ties fall otherwise.
-    llm, number = start(family, budget, mm_processor_kwargs={"backend": "pil"}), 0
+    scaled = {} if family.startswith("qwen") else {"mm_processor_kwargs": {"backend": "pil"}}
+    llm, number = start(family, budget, **scaled), 0
     selected.clear()
     lengths = []
     for size in BATCHES:
-        found = answers(llm, [request(number + each) for each in range(size)], 1)
+        found = answers(llm, [request(family, number + each) for each in range(size)], 1)
         lengths += [output.prompt_token_ids.count(IMAGE_TOKENS[family]) for output in found]
         number += size
     expected = EXPECTED[family][budget]
-    assert [group[4] for group in selected] == [index for picture in expected for index in picture]
+    assert [group.found[0] for group in selected] == [index for picture in expected for index in picture]
     assert lengths == [sum(map(len, picture)) for picture in expected]
-    for tokens, salience, counts, kept, index in selected:
-        norms = np.linalg.norm(tokens, axis=1)
-        rows, source = sanitize(tokens, norms, salience, reserve=counts.reserve, diverse=counts.diverse)
-        assert index == source
-        np.testing.assert_allclose(kept, rows, rtol=1e-4, atol=1e-5)
+    for group in selected:
+        assert group.found[0] == group.index
+        np.testing.assert_allclose(group.found[1], group.kept, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_equal_those_of_transformers_over_the_same_tokens(
-    start: Callable[..., vllm.LLM], selected: list[tuple[Any, ...]]
+def positions(model: Any, ids: list[int], image: int, groups: list[Group], grids: list[list[int]]) -> torch.Tensor:
+    """Return transformers' positions [3,1,S] of the unpruned prompt, for the tokens that are left of it."""
+    whole, left, pictures = [], [], iter(groups)
+    for is_image, run in groupby(ids, image.__eq__):
+        group, begin = next(pictures) if is_image else None, len(whole)
+        whole += [image] * len(group.rows) if group else run
+        left += [begin + own for own in (group.index if group else range(len(whole) - begin))]
+    prompt = torch.tensor(whole)[None]
+    return model.model.get_rope_index(prompt, (prompt == image).int(), torch.tensor(grids))[0][..., left]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2.5-vl", "qwen3-vl"])
+def test_logits_of_chunks_equal_those_of_transformers_over_the_same_tokens(
+    family: str, start: Callable[..., vllm.LLM], selected: list[Group]
 ) -> None:
-    llm = start("llava", "retain-64")
+    llm = start(family, list(EXPECTED[family])[0], max_num_batched_tokens=48)
     selected.clear()
-    output = answers(llm, [request(0)], 1)[0]
-    (group,) = selected
-    rows = torch.from_numpy(group[0])
-    kept = rows[torch.tensor(group[4])]
-    kept[0] = rows[largest(rows.norm(dim=-1).numpy(), group[2].outliers)].mean(0)
-    model = AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32).eval()
+    asked = request(family, 2, 3)
+    (output,) = answers(llm, [asked], 1)
+    folder = DEMO / "pocket" if family == "llava" else MODELS / family
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(output.prompt_token_ids)
+    image, kept = ids == IMAGE_TOKENS[family], torch.from_numpy(np.concatenate([group.kept for group in selected]))
+    more: dict[str, Any] = {}
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(ids)
-        embeddings[ids == IMAGE_TOKENS["llava"]] = model.model.multi_modal_projector(kept)
-        logits = model(inputs_embeds=embeddings[None]).logits[0, -1]
-    np.testing.assert_allclose(first_logprobs(output), logits.log_softmax(-1).numpy(), atol=1e-4)
+        width = embeddings.shape[1]
+        if family == "llava":
+            kept = model.model.multi_modal_projector(kept)
+        else:
+            grids = [[1, each.height // 14, each.width // 14] for each in asked["multi_modal_data"]["image"]]
+            more["position_ids"] = positions(model, ids.tolist(), IMAGE_TOKENS[family], selected, grids)
+        if family == "qwen3-vl":
+            more |= {"visual_pos_masks": image[None], "deepstack_visual_embeds": kept[:, width:].split(width, 1)}
+        embeddings[image] = kept[:, :width]
+        state = model.model.language_model(inputs_embeds=embeddings[None], **more).last_hidden_state[0, -1]
+        expected = model.lm_head(state).log_softmax(-1)
+    np.testing.assert_allclose(first_logprobs(output), expected.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "budget"), [("llava", "retain-64"), ("llava-next", "retain-160")])
+@pytest.mark.parametrize("family", EXPECTED)
 def test_answers_are_the_same_alone_in_a_batch_in_chunks_and_from_the_prefix_cache(
-    family: str, budget: str, start: Callable[..., vllm.LLM]
+    family: str, start: Callable[..., vllm.LLM]
 ) -> None:
-    requests = [request(number, QUESTIONS[number % 3]) for number in range(8)]
+    budget = list(EXPECTED[family])[-1]
+    requests = [request(family, number, question=QUESTIONS[number % 3]) for number in range(7)]
+    requests.append(request(family, 0, 2))
     llm = start(family, budget)
     together = answers(llm, requests)
     # The same picture with another question, and the same request.
-    again = answers(llm, [request(0, QUESTIONS[1]), *requests])
-    assert min(output.num_cached_tokens for output in again) > 0
+    other = request(family, 0, question=QUESTIONS[1])
+    again = answers(llm, [other, *requests])
+    assert sum(output.num_cached_tokens for output in again[1:]) > 0
     llm.reset_prefix_cache()
     llm.reset_mm_cache()
-    alone = [answers(llm, [each])[0] for each in [request(0, QUESTIONS[1]), *requests]]
-    assert words(together) == words(alone[1:])
-    assert words(again) == words(alone)
-    chunked = start(family, budget, max_num_batched_tokens=96, enable_prefix_caching=False)
-    assert words(answers(chunked, requests)) == words(together)
+    alone = [answers(llm, [each])[0] for each in [other, *requests]]
+    chunked = answers(start(family, budget, max_num_batched_tokens=48, enable_prefix_caching=False), requests)
+    for found, expected in [(together, alone[1:]), (again, alone), (chunked, alone[1:])]:
+        assert words(found) == words(expected)
+        np.testing.assert_allclose([*map(first_logprobs, found)], [*map(first_logprobs, expected)], atol=1e-4)
 
 
-def test_without_the_option_vllm_behaves_as_without_the_plugin() -> None:
-    command = [sys.executable, Path(__file__).with_name("engines.py"), json.dumps({"model": "llava", "budget": None})]
+@pytest.mark.parametrize("family", ["llava", "qwen3-vl"])
+def test_without_the_option_vllm_behaves_as_without_the_plugin(family: str) -> None:
+    command = [sys.executable, Path(__file__).with_name("engines.py"), json.dumps({"model": family, "budget": None})]
     found = []
     for plugins in ("sinkprune", ""):
         ran = subprocess.run(
@@ -144,7 +182,7 @@ def test_the_cache_keys_of_pictures_hold_the_budget() -> None:
     for budget in (None, "retain-64", "retain-32"):
         config = EngineArgs(**options("llava", budget)).create_model_config()
         processor = MULTIMODAL_REGISTRY.create_processor(config)
-        one = request(0)
+        one = request("llava", 0)
         items = processor.info.parse_mm_data(one["multi_modal_data"])
         made = processor(one["prompt"], mm_items=items)
         keys.append(made["mm_hashes"]["image"])
@@ -160,7 +198,7 @@ WRONG = {
     "SigLIP": ({"hf_overrides": {**overrides("retain-64"), "vision_config": SIGLIP}}, "needs clip_vision_model"),
     "a compiled tower": ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
     "embeddings": ({"enable_mm_embeds": True}, "--enable-mm-embeds"),
-    "Qwen": ({"model": str(Path(__file__).parents[3] / "demo/pocket-qwen3")}, "max_pixels"),
+    "another family's budget": ({"model": str(MODELS / "qwen3-vl")}, "has prune-66.7, prune-77.8"),
     "transformers' model": ({"model_impl": "transformers"}, "vLLM runs this model as Transformers"),
 }  # fmt: skip
 

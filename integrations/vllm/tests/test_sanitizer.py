@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sinkprune_vllm import sanitizer
 from sinkprune_vllm.option import FAMILIES, counts_of
-from sinkprune_vllm.sanitizer import Counts, cls_salience, select
+from sinkprune_vllm.sanitizer import Counts, cls_salience, received_attention, select
 
 from sinkprune.contract.budgets import FAMILIES as SINKPRUNE
 from sinkprune.contract.budgets import diversity_group
-from support.references.reference import sanitize
+from support.references.reference import beside_kept, sanitize
 
 COUNTS = {
     64: Counts(1, 7, 40),
@@ -35,21 +36,24 @@ def groups(tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
-def test_a_batch_of_groups_keeps_what_the_reference_keeps_of_each(tokens: int) -> None:
-    rows, counts = groups(tokens), COUNTS[tokens]
-    salience = np.random.default_rng(1).integers(0, 4, rows.shape[:2]).astype(np.float32)
-    kept, index = select(torch.from_numpy(rows), torch.from_numpy(salience), counts)
-    for group, own in enumerate(rows):
-        norms = torch.from_numpy(own).norm(dim=-1).numpy()
-        expected, source = sanitize(
-            own,
-            norms,
-            salience[group],
+@pytest.mark.parametrize("width", [None, 8])
+def test_a_batch_of_groups_keeps_what_the_reference_keeps_of_each(tokens: int, width: int | None) -> None:
+    rows, counts = torch.from_numpy(groups(tokens)), COUNTS[tokens]
+    salience, others = torch.from_numpy(np.random.default_rng(1).integers(0, 4, (2, *rows.shape[:2])))
+    norms = rows.norm(dim=-1) if width is None else others.float()
+    kept, index = select(rows, salience, counts, None if width is None else norms, width)
+    for group, own in enumerate(rows.numpy()):
+        per_mille, own_norms = 1000 * counts.outliers // tokens, norms[group].numpy()
+        _, source = sanitize(
+            own[:, :width],
+            own_norms,
+            salience[group].numpy(),
             reserve=counts.reserve,
             diverse=counts.diverse,
-            per_mille=1000 * counts.outliers // tokens,
+            per_mille=per_mille,
         )
         assert index[group].tolist() == source
+        expected = beside_kept(own[None], own_norms, source, sink=True, per_mille=per_mille)[0]
         np.testing.assert_allclose(kept[group].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -62,20 +66,26 @@ def test_scores_are_fp32_in_fp16() -> None:
     assert index.equal(select(torch.from_numpy(rows.astype(np.float32)), salience, COUNTS[64])[1])
 
 
-def test_salience_is_the_sum_over_heads_of_the_cls_row_of_attention() -> None:
+def test_salience_is_attention_summed_over_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "QUERIES", 5)
     torch.manual_seed(0)
-    query, key = torch.randn(2, 10, 3, 8), torch.randn(2, 10, 3, 8)
-    logits = torch.einsum("gqhd,gkhd->ghqk", query, key) / 8**0.5
-    expected = logits.softmax(-1)[:, :, 0, 1:].sum(1)
-    torch.testing.assert_close(cls_salience(query[:, 0], key), expected)
+    query, key = torch.randn(2, 24, 3, 8)
+
+    def attention(rows: slice) -> torch.Tensor:
+        return (torch.einsum("qhd,khd->hqk", query[rows], key[rows]) / 8**0.5).softmax(-1)
+
+    within = [slice(0, 4), slice(4, 16), slice(16, 24)]
+    expected = torch.cat([attention(rows).sum((0, 1)) for rows in within])
+    torch.testing.assert_close(received_attention(query, key, [4, 12, 8]), expected)
+    torch.testing.assert_close(cls_salience(query[None, 0], key[None])[0], attention(slice(24))[:, 0, 1:].sum(0))
 
 
-@pytest.mark.parametrize(("family", "architecture"), [("llava", "Llava"), ("llava-next", "LlavaNext")])
 @pytest.mark.parametrize("tokens", [576, 256, 64, 1])
-def test_budgets_are_those_of_sinkprune(family: str, architecture: str, tokens: int) -> None:
-    own, theirs = FAMILIES[f"{architecture}ForConditionalGeneration"], SINKPRUNE[family].budgets
-    assert own.budgets.keys() == theirs.keys()
-    for name, budget in theirs.items():
-        counts, expected = counts_of(own, name, tokens), budget.resolve(tokens)
-        assert counts == (expected.outliers, expected.reserve, expected.diverse)
-        assert counts.diversity_group == diversity_group(counts.diverse, budget.diversity_rounds)
+def test_budgets_are_those_of_sinkprune(tokens: int) -> None:
+    theirs = {row.architecture: row.budgets for row in SINKPRUNE.values()}
+    for architecture, own in FAMILIES.items():
+        assert own.budgets.keys() == theirs[architecture].keys()
+        for name, budget in theirs[architecture].items():
+            counts, expected = counts_of(own, name, tokens), budget.resolve(tokens)
+            assert counts == (expected.outliers, expected.reserve, expected.diverse)
+            assert counts.diversity_group == diversity_group(counts.diverse, budget.diversity_rounds)

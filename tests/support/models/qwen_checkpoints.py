@@ -60,6 +60,8 @@ class QwenShape:
     """Of Qwen3-VL alone, whose decoder needs 24 layers to be cut behind the third."""
     merge_size: int = 2
     """Patches along a side of a merged token."""
+    num_heads: int = 4
+    """Of the decoder: 1, 2 or 4."""
     tools: bool = False
     """Whether the chat template has tools. Their definitions make prompts long."""
 
@@ -99,7 +101,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             "deepstack_visual_indexes": list(shape.deepstack_blocks),
         },
     }
-    sections = {"mrope_section": [2, 3, 3]}
+    sections: dict[str, Any] = {"mrope_section": [part * 4 // shape.num_heads for part in (2, 3, 3)]}
     if shape.kind == "qwen3_vl":
         sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = AutoConfig.for_model(
@@ -113,6 +115,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         },
         text_config={
             **small_decoder(shape.num_layers, shape.num_kv_heads),
+            "num_attention_heads": shape.num_heads,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
             **({"head_dim": 32, "tie_word_embeddings": shape.tied} if shape.kind == "qwen3_vl" else {}),
             **({"max_position_embeddings": 4096} if shape.tools else {}),
