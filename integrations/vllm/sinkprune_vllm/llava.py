@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.models.llava import (
-    LlavaForConditionalGeneration,
-    LlavaMultiModalProcessor,
-    LlavaProcessingInfo,
-)
-from vllm.model_executor.models.llava_next import (
-    LlavaNextForConditionalGeneration,
-    LlavaNextMultiModalProcessor,
-    LlavaNextProcessingInfo,
-)
+from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
 from sinkprune_vllm.option import counts_in
 from sinkprune_vllm.processing import PrunedProcessor, for_option
@@ -70,12 +62,12 @@ class _Pruned:
         return select(tokens, salience, self.counts)[0]
 
 
-@for_option((_PrunedInfo, LlavaProcessingInfo), (PrunedProcessor, LlavaMultiModalProcessor))
+@for_option(_PrunedInfo, PrunedProcessor)
 class PrunedLlava(_Pruned, LlavaForConditionalGeneration):
     """LLaVA-1.5: a picture is one group."""
 
 
-@for_option((_PrunedInfo, LlavaNextProcessingInfo), (PrunedProcessor, LlavaNextMultiModalProcessor))
+@for_option(_PrunedInfo, PrunedProcessor)
 class PrunedLlavaNext(_Pruned, LlavaNextForConditionalGeneration):
     """LLaVA-NeXT: the whole picture and each tile are one group each, without line ends or padding."""
 

@@ -5,7 +5,7 @@ It names the budget whose sanitizer runs. Budgets and counts are those of sinkpr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinkprune_vllm.sanitizer import Counts
@@ -24,32 +24,26 @@ class Family(NamedTuple):
 
     model: str
     """Its class here, as vLLM's registry takes it."""
+    towers: Collection[str]
+    """The values of its vision tower's `model_type`."""
     tokens: int
     """The number of tokens of a group that the counts of `budgets` are of."""
     budgets: Mapping[str, tuple[int, int]]
     """How many salient and diverse tokens a budget keeps."""
-    settings: Mapping[str, str] = {}
-    """What the configuration must have, by the setting's name."""
     corrects_positions: bool = False
     """Whether positions of a prompt depend on the kept tokens."""
 
 
-CLIP = {"vision_config.model_type": "clip_vision_model", "vision_feature_select_strategy": "default"}
+LLAVA = {"retain-192": (192, 192), "retain-128": (128, 128), "retain-64": (64, 64), "retain-32": (32, 32)}
+LLAVA_NEXT = {"retain-320": (64, 64), "retain-160": (32, 32)}
 QWEN = {"prune-66.7": (450, 50), "prune-77.8": (450, 50), "prune-80": (400, 50), "prune-88.9": (200, 50)}
+CLIP, HERE = ["clip_vision_model"], __package__
+QWEN_TOWERS = ["qwen2_5_vl", "qwen2_5_vl_vision", "qwen3_vl", "qwen3_vl_vision"]
 FAMILIES = {
-    "LlavaForConditionalGeneration": Family(
-        "sinkprune_vllm.llava:PrunedLlava",
-        576,
-        {"retain-192": (192, 192), "retain-128": (128, 128), "retain-64": (64, 64), "retain-32": (32, 32)},
-        CLIP,
-    ),
-    "LlavaNextForConditionalGeneration": Family(
-        "sinkprune_vllm.llava:PrunedLlavaNext", 576, {"retain-320": (64, 64), "retain-160": (32, 32)}, CLIP
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Family(
-        "sinkprune_vllm.qwen:PrunedQwen25", 1000, QWEN, corrects_positions=True
-    ),
-    "Qwen3VLForConditionalGeneration": Family("sinkprune_vllm.qwen:PrunedQwen3", 1000, QWEN, corrects_positions=True),
+    "LlavaForConditionalGeneration": Family(f"{HERE}.llava:PrunedLlava", CLIP, 576, LLAVA),
+    "LlavaNextForConditionalGeneration": Family(f"{HERE}.llava:PrunedLlavaNext", CLIP, 576, LLAVA_NEXT),
+    "Qwen2_5_VLForConditionalGeneration": Family(f"{HERE}.qwen:PrunedQwen25", QWEN_TOWERS, 1000, QWEN, True),
+    "Qwen3VLForConditionalGeneration": Family(f"{HERE}.qwen:PrunedQwen3", QWEN_TOWERS, 1000, QWEN, True),
 }
 """By vLLM's name of the architecture."""
 
@@ -65,11 +59,6 @@ def budget_of(hf_config: Any) -> str | None:
     if not isinstance(option, Mapping) or option.keys() != {KEY} or not isinstance(option[KEY], str):
         raise ValueError(f'option \'{NAME}\' is {option!r}, expected the name of a budget: {{"{KEY}": "retain-64"}}.')
     return option[KEY]
-
-
-def cache_key(budget: str) -> str:
-    """Return what tells pictures of this budget and method from others in vLLM's caches."""
-    return f"sinkpruner-no-text-pruner-{budget}"
 
 
 def counts_of(family: Family, budget: str, tokens: int) -> Counts:
@@ -103,14 +92,13 @@ def check(config: VllmConfig) -> None:
         )
     if budget not in family.budgets:
         raise ValueError(f"unknown budget '{budget}'. {model.architecture} has {', '.join(family.budgets)}.")
-    for name, wanted in family.settings.items():
-        found = model.hf_config
-        for part in name.split("."):
-            found = getattr(found, part)
-        if found != wanted:
-            raise ValueError(f"{name} is {found}, and option '{NAME}' needs {wanted}. Leave the option out.")
-    mm, lora = model.multimodal_config, config.lora_config
+    hf, mm, lora = model.hf_config, model.multimodal_config, config.lora_config
+    tower, strategy = hf.vision_config.model_type, getattr(hf, "vision_feature_select_strategy", "default")
     for name, given, why in [
+        (f"vision_config.model_type {tower}", tower not in family.towers, f"it needs {' or '.join(family.towers)}"),
+        (f"vision_feature_select_strategy {strategy}", strategy != "default", "it needs default"),
+        ("a list in vision_feature_layer", isinstance(getattr(hf, "vision_feature_layer", 0), list),
+         "the attention of one layer chooses the tokens"),
         ("--compilation-config '{\"compile_mm_encoder\": true}'", config.compilation_config.compile_mm_encoder,
          "the attention of a compiled vision tower cannot be read"),
         ("--mm-encoder-tp-mode data", mm.mm_encoder_tp_mode == "data",
@@ -121,8 +109,6 @@ def check(config: VllmConfig) -> None:
         ("--enable-mm-embeds", mm.enable_mm_embeds, "embeddings of pictures come without the tower's attention"),
         ("--enable-tower-connector-lora", lora is not None and lora.enable_tower_connector_lora,
          "vLLM computes the tower's tokens from the LLM's"),
-        ("a list in vision_feature_layer", isinstance(getattr(model.hf_config, "vision_feature_layer", 0), list),
-         "the attention of one layer chooses the tokens"),
     ]:  # fmt: skip
         if given:
             raise ValueError(f"option '{NAME}' does not work with {name}: {why}. Leave one of the two out.")

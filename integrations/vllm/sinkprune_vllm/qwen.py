@@ -13,16 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.models.qwen2_5_vl import (
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLMultiModalProcessor,
-    Qwen2_5_VLProcessingInfo,
-)
-from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMultiModalProcessor,
-    Qwen3VLProcessingInfo,
-)
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from sinkprune_vllm.option import counts_in
@@ -111,12 +103,8 @@ class _Pruned:
         return (ends - steps).repeat(3, 1), int(ends[-1]) - len(input_tokens)
 
     def recompute_mrope_positions(
-        self,
-        input_ids: list[int] | Tensor,
-        multimodal_embeddings: Sequence[Tensor],
-        mrope_positions: Tensor,
-        num_computed_tokens: int,
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        self, input_ids: Any, multimodal_embeddings: Any, mrope_positions: Tensor, num_computed_tokens: int
+    ) -> tuple[list[Tensor], Tensor, int]:
         positions = mrope_positions.clone()
         with gpu_sync_allowed():
             if multimodal_embeddings:
@@ -129,7 +117,7 @@ class _Pruned:
         return [rows[:, :-DIGITS] for rows in multimodal_embeddings], positions, delta
 
 
-@for_option((_PrunedInfo, Qwen2_5_VLProcessingInfo), (_PrunedProcessor, Qwen2_5_VLMultiModalProcessor))
+@for_option(_PrunedInfo, _PrunedProcessor)
 class PrunedQwen25(_Pruned, Qwen2_5_VLForConditionalGeneration):
     """Qwen2.5-VL, whose tower puts patches in the order of windows, within which most of its blocks attend."""
 
@@ -143,6 +131,6 @@ class PrunedQwen25(_Pruned, Qwen2_5_VLForConditionalGeneration):
         return lengths, tower.invert_permutation(order).to(tower.device)
 
 
-@for_option((_PrunedInfo, Qwen3VLProcessingInfo), (_PrunedProcessor, Qwen3VLMultiModalProcessor))
+@for_option(_PrunedInfo, _PrunedProcessor)
 class PrunedQwen3(_Pruned, Qwen3VLForConditionalGeneration):
     """Qwen3-VL: a token's DeepStack features are columns behind its own, and are kept and averaged with it."""

@@ -47,8 +47,10 @@ def main(folder: Path) -> None:
     # With heads of a size that vLLM takes.
     make_llava_next_checkpoint(folder / "llava-next", NextShape(text={"hidden_size": 128}))
     make_qwen_checkpoint(folder / "qwen2.5-vl", QwenShape(num_heads=2))
-    for family in ("llava", "llava-next"):
-        give_hub_names(folder / family)
+    for family in BUDGETS:
+        shutil.copytree(folder / family, folder / "saved" / family)
+        if family.startswith("llava"):
+            give_hub_names(folder / family)
     pictures = []
     for number in range(20):
         picture = make_scene("test", number)[1].resize(SIZES[number % len(SIZES)])

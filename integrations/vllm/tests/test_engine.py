@@ -6,10 +6,8 @@ import base64
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -26,13 +24,13 @@ from transformers import AutoModelForImageTextToText
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.utils.network_utils import get_open_port
 
 from engines import IMAGE_TOKENS, MODELS, QUESTIONS, answers, first_logprobs, options, overrides, request, words
 from support.references.reference import beside_kept, sanitize
 
 EXPECTED = json.loads((MODELS / "expected.json").read_text())
 """What `ort-cpu` keeps of each picture's groups, by family and budget."""
-DEMO = Path(__file__).parents[3] / "demo"
 BUDGETS = [(family, budget) for family in EXPECTED for budget in EXPECTED[family]]
 BATCHES = (1, 8, 2, 5, 4)
 
@@ -114,55 +112,48 @@ def positions(model: Any, ids: list[int], image: int, groups: list[Group], grids
     return model.model.get_rope_index(prompt, (prompt == image).int(), torch.tensor(grids))[0][..., left]
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2.5-vl", "qwen3-vl"])
-def test_logits_of_chunks_equal_those_of_transformers_over_the_same_tokens(
-    family: str, start: Callable[..., vllm.LLM], selected: list[Group]
-) -> None:
-    llm = start(family, list(EXPECTED[family])[0], max_num_batched_tokens=48)
-    selected.clear()
-    asked = request(family, 2, 3)
-    (output,) = answers(llm, [asked], 1)
-    folder = DEMO / "pocket" if family == "llava" else MODELS / family
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor(output.prompt_token_ids)
-    image, kept = ids == IMAGE_TOKENS[family], torch.from_numpy(np.concatenate([group.kept for group in selected]))
-    more: dict[str, Any] = {}
-    with torch.no_grad():
-        embeddings = model.get_input_embeddings()(ids)
-        width = embeddings.shape[1]
-        if family == "llava":
-            kept = model.model.multi_modal_projector(kept)
-        else:
-            grids = [[1, each.height // 14, each.width // 14] for each in asked["multi_modal_data"]["image"]]
-            more["position_ids"] = positions(model, ids.tolist(), IMAGE_TOKENS[family], selected, grids)
-        if family == "qwen3-vl":
-            more |= {"visual_pos_masks": image[None], "deepstack_visual_embeds": kept[:, width:].split(width, 1)}
-        embeddings[image] = kept[:, :width]
-        state = model.model.language_model(inputs_embeds=embeddings[None], **more).last_hidden_state[0, -1]
-        expected = model.lm_head(state).log_softmax(-1)
-    np.testing.assert_allclose(first_logprobs(output), expected.numpy(), atol=1e-4)
+@torch.no_grad()
+def transformers_logprobs(family: str, asked: dict[str, Any], ids: list[int], groups: list[Group]) -> np.ndarray:
+    """Return those of the first token of an answer, over the tokens that the reference keeps."""
+    model = AutoModelForImageTextToText.from_pretrained(MODELS / "saved" / family, dtype=torch.float32).eval()
+    prompt, kept = torch.tensor(ids), torch.from_numpy(np.concatenate([group.kept for group in groups]))
+    image, embeddings = prompt == IMAGE_TOKENS[family], model.get_input_embeddings()(prompt)
+    more, width = {}, embeddings.shape[1]
+    if family.startswith("llava"):
+        kept = model.model.multi_modal_projector(kept)
+    else:
+        grids = [[1, each.height // 14, each.width // 14] for each in asked["multi_modal_data"]["image"]]
+        more["position_ids"] = positions(model, ids, IMAGE_TOKENS[family], groups, grids)
+    if family == "qwen3-vl":
+        more |= {"visual_pos_masks": image[None], "deepstack_visual_embeds": kept[:, width:].split(width, 1)}
+    embeddings[image] = kept[:, :width]
+    state = model.model.language_model(inputs_embeds=embeddings[None], **more).last_hidden_state[0, -1]
+    return model.lm_head(state).log_softmax(-1).numpy()
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_answers_are_the_same_alone_in_a_batch_in_chunks_and_from_the_prefix_cache(
-    family: str, start: Callable[..., vllm.LLM]
+def test_answers_are_those_of_transformers_alone_in_a_batch_in_chunks_and_from_the_prefix_cache(
+    family: str, start: Callable[..., vllm.LLM], selected: list[Group]
 ) -> None:
     budget = list(EXPECTED[family])[-1]
-    requests = [request(family, number, question=QUESTIONS[number % 3]) for number in range(7)]
-    requests.append(request(family, 0, 2))
+    asked = [request(family, number, question=QUESTIONS[number % 3]) for number in range(6)]
+    # The same picture with another question, and two pictures.
+    asked += [request(family, 0, question=QUESTIONS[1]), request(family, 2, 3)]
     llm = start(family, budget)
-    together = answers(llm, requests)
-    # The same picture with another question, and the same request.
-    other = request(family, 0, question=QUESTIONS[1])
-    again = answers(llm, [other, *requests])
-    assert sum(output.num_cached_tokens for output in again[1:]) > 0
+    selected.clear()
+    together, again = answers(llm, asked), answers(llm, asked)
+    first, last = (sum(map(len, EXPECTED[family][budget][:picture])) for picture in (2, 4))
+    pair = selected[first:last]
+    assert sum(output.num_cached_tokens for output in again) > 0
     llm.reset_prefix_cache()
     llm.reset_mm_cache()
-    alone = [answers(llm, [each])[0] for each in [other, *requests]]
-    chunked = answers(start(family, budget, max_num_batched_tokens=48, enable_prefix_caching=False), requests)
-    for found, expected in [(together, alone[1:]), (again, alone), (chunked, alone[1:])]:
-        assert words(found) == words(expected)
-        np.testing.assert_allclose([*map(first_logprobs, found)], [*map(first_logprobs, expected)], atol=1e-4)
+    alone = [answers(llm, [each])[0] for each in asked]
+    chunked = answers(start(family, budget, max_num_batched_tokens=48, enable_prefix_caching=False), asked)
+    for found in (together, again, chunked):
+        assert words(found) == words(alone)
+        np.testing.assert_allclose([*map(first_logprobs, found)], [*map(first_logprobs, alone)], atol=1e-4)
+    expected = transformers_logprobs(family, asked[-1], alone[-1].prompt_token_ids, pair)
+    np.testing.assert_allclose(first_logprobs(alone[-1]), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3-vl"])
@@ -190,15 +181,16 @@ def test_the_cache_keys_of_pictures_hold_the_budget() -> None:
     assert keys[1] == [f"{keys[0][0]}-sinkpruner-no-text-pruner-retain-64"]
 
 
-SIGLIP = {"model_type": "siglip_vision_model"}
+QWEN, SIGLIP = {"model": str(MODELS / "qwen3-vl")}, {"model_type": "siglip_vision_model"}
 WRONG = {
     "another budget's name": ({"hf_overrides": overrides("retain-65")}, "has retain-192, retain-128"),
     "no name": ({"hf_overrides": {"sinkprune": "retain-64"}}, "expected the name of a budget"),
     "another key": ({"hf_overrides": {"sinkprune": {"budget": "retain-64"}}}, "expected the name of a budget"),
-    "SigLIP": ({"hf_overrides": {**overrides("retain-64"), "vision_config": SIGLIP}}, "needs clip_vision_model"),
+    "SigLIP": ({"hf_overrides": {**overrides("retain-64"), "vision_config": SIGLIP}}, "it needs clip_vision_model"),
     "a compiled tower": ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
+    "stages": ({**QWEN, "hf_overrides": overrides("prune-80"), "pipeline_parallel_size": 2}, "pipeline-parallel-size"),
     "embeddings": ({"enable_mm_embeds": True}, "--enable-mm-embeds"),
-    "another family's budget": ({"model": str(MODELS / "qwen3-vl")}, "has prune-66.7, prune-77.8"),
+    "another family's budget": (QWEN, "has prune-66.7, prune-77.8"),
     "transformers' model": ({"model_impl": "transformers"}, "vLLM runs this model as Transformers"),
 }  # fmt: skip
 
@@ -217,9 +209,7 @@ def test_another_vllm_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_server_gives_the_same_answers(start: Callable[..., vllm.LLM], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = get_open_port()
     own = options("llava", "retain-64")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), "--enforce-eager"]
     for name in ("model", "dtype", "max_model_len", "max_num_seqs", "block_size"):
@@ -227,14 +217,8 @@ def test_the_server_gives_the_same_answers(start: Callable[..., vllm.LLM], tmp_p
     command += ["--hf-overrides", json.dumps(own["hf_overrides"])]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-            for _ in range(600):
-                try:
-                    client.models.list()
-                    break
-                except openai.APIConnectionError:
-                    assert server.poll() is None, (tmp_path / "log").read_text()
-                    time.sleep(1)
+            # The client tries again until the server listens.
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=60)
             url = "data:image/png;base64," + base64.b64encode((MODELS / "0.png").read_bytes()).decode()
             text = {"type": "text", "text": QUESTIONS[0]}
             content = [{"type": "image_url", "image_url": {"url": url}}, text]
