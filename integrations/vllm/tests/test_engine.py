@@ -188,7 +188,7 @@ WRONG = {
     "another key": ({"hf_overrides": {"sinkprune": {"budget": "retain-64"}}}, "expected the name of a budget"),
     "SigLIP": ({"hf_overrides": {**overrides("retain-64"), "vision_config": SIGLIP}}, "it needs clip_vision_model"),
     "a compiled tower": ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
-    "stages": ({**QWEN, "hf_overrides": overrides("prune-80"), "pipeline_parallel_size": 2}, "pipeline-parallel-size"),
+    "stages": ({**QWEN, "hf_overrides": overrides("prune-80"), "pipeline_parallel_size": 2}, "pipeline-parallel"),
     "embeddings": ({"enable_mm_embeds": True}, "--enable-mm-embeds"),
     "another family's budget": (QWEN, "has prune-66.7, prune-77.8"),
     "transformers' model": ({"model_impl": "transformers"}, "vLLM runs this model as Transformers"),
