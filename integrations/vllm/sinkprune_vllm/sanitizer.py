@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 QUERIES = 1024
 """How many rows of a head's attention are in memory at once."""
@@ -50,16 +49,17 @@ def received_attention(query: Tensor, key: Tensor, lengths: list[int]) -> Tensor
 
     `query` and `key` [P,H,h] are those of sequences of `lengths` patches, one behind the other.
     """
-    batches = (pad_sequence(each.float().split(lengths), batch_first=True).transpose(1, 2) for each in (query, key))
-    query, key = batches
-    held = pad_sequence([query.new_ones(length) for length in lengths], batch_first=True)[:, None]
-    hidden = (1 - held) * torch.finfo(torch.float32).min
-    total = torch.zeros_like(held)
+    # Sequences are filled up with slots that are no keys, and whose queries do not count.
+    held = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    patch = held.flatten().cumsum(0).sub(1).view_as(held).to(query.device)
+    query, key = (each[patch].transpose(1, 2).float() for each in (query.float() * query.shape[-1] ** -0.5, key))
+    counted = held[:, None].to(query)
+    hidden = (1 - counted) * torch.finfo(torch.float32).min
+    total = torch.zeros_like(counted)
     for head in range(query.shape[1]):
-        scaled, keys = query[:, head] * query.shape[-1] ** -0.5, key[:, head].mT
-        for rows, own in zip(scaled.split(QUERIES, 1), held.split(QUERIES, 2), strict=True):
-            total += own @ (rows @ keys + hidden).softmax(-1)
-    return torch.cat([row[0, :length] for row, length in zip(total, lengths, strict=True)])
+        for rows, own in zip(query[:, head].split(QUERIES, 1), counted.split(QUERIES, 2), strict=True):
+            total += own @ (rows @ key[:, head].mT + hidden).softmax(-1)
+    return total.flatten()[held.flatten().nonzero()[:, 0].to(total.device)]
 
 
 def select(
