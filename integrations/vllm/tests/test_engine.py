@@ -23,6 +23,7 @@ from sinkprune_vllm import llava, qwen
 from transformers import AutoModelForImageTextToText
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.utils.network_utils import get_open_port
 
@@ -179,6 +180,12 @@ def test_the_cache_keys_of_pictures_hold_the_budget() -> None:
         keys.append(made["mm_hashes"]["image"])
     assert len({key for own in keys for key in own}) == 3
     assert keys[1] == [f"{keys[0][0]}-sinkpruner-no-text-pruner-retain-64"]
+
+
+def test_a_pruned_qwen_takes_no_video() -> None:
+    config = EngineArgs(**options("qwen3-vl", "prune-80")).create_model_config()
+    with pytest.raises(VLLMValidationError, match="At most 0 video"):
+        MULTIMODAL_REGISTRY.create_processor(config).info.validate_num_items("video", 1)
 
 
 QWEN, SIGLIP = {"model": str(MODELS / "qwen3-vl")}, {"model_type": "siglip_vision_model"}
