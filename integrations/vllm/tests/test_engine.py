@@ -225,7 +225,7 @@ def test_the_server_gives_the_same_answers(start: Callable[..., vllm.LLM], tmp_p
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             # The client tries again until the server listens.
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=300)
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=100)
             url = "data:image/png;base64," + base64.b64encode((MODELS / "0.png").read_bytes()).decode()
             text = {"type": "text", "text": QUESTIONS[0]}
             content = [{"type": "image_url", "image_url": {"url": url}}, text]
