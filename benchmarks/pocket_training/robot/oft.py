@@ -18,9 +18,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
-from torch.nn.functional import gelu, l1_loss, scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaModel, PI0ForConditionalGeneration, PreTrainedTokenizerFast
+from torch.nn.functional import l1_loss
+from transformers import PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
+from oft_model import BOS, DINO_MEAN, DINO_STD, EMPTY, PATCH, OftModel
 from pocket_training.robot.batches import Batch, Form, normalised, sampled_moments
 from pocket_training.robot.losses import Prefix, Seen
 from pocket_training.robot.model import ACTION, CAMERAS, CHUNK, GRID, STATE, Statistics, position_waves
@@ -31,130 +32,31 @@ from sinkprune import demo
 from sinkprune.demo.robot_table import SIDE, RobotTable
 from sinkprune.demo.scenes import COLOURS, SHAPES
 
-_PATCH = 14
-_PIXELS = GRID * _PATCH
+_PIXELS = GRID * PATCH
 """Pictures of 168 pixels have as many patches as pi0's of 96."""
 _DINO, _SIGLIP, _WIDTH, _HEAD = 64, 128, 128, 32
 _DEPTHS, _RATIOS, _HEADS, _REGISTERS = (3, 4), (3.0, 3.0), (4, 4), 4
 _BLOCKS = 2
 """Residual blocks of the action head."""
 _SPECIAL = ("<unk>", "<s>", "</s>", "<PAD>")
-_BOS, _STOP, _PAD = 1, 2, 3
-_VOCABULARY, _EMPTY = 384, 29871
-"""Tokens of the tokenizer, and the id of the lone space that ends each prompt. The training calls it 384."""
+_PAD = 3
+_VOCABULARY = 384
+"""Tokens of the tokenizer. The training has the lone space after them, in the place of `EMPTY`."""
 _GELU = 1.702
 """GELU is nearly a SiLU of so many times its input."""
-_MEAN, _STD = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
-"""DINOv2's colours, as rounded in OpenVLA's files."""
 _PROMPT = "In: What action should the robot take to {}?\nOut:"
 _PAIRS = len(COLOURS) * len(SHAPES)
 
 
-class _Scale(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale_factor = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale_factor * x
-
-
-class _Block(nn.Module):
-    """A block of timm's ViT, with layer scales for DINOv2."""
-
-    def __init__(self, width: int, inner: int, heads: int, *, scaled: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, 1e-6), nn.LayerNorm(width, 1e-6)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, inner), "fc2": nn.Linear(inner, width)})
-        self.ls1, self.ls2 = (_Scale(width) if scaled else nn.Identity() for _ in range(2))
-        self._heads = heads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = self.attn["proj"](scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
-        x = x + self.ls1(mixed)
-        return x + self.ls2(self.mlp["fc2"](gelu(self.mlp["fc1"](self.norm2(x)))))
-
-
-class _Tower(nn.Module):
-    """A tower up to the block whose output OpenVLA reads. `registers` are None for a tower without CLS."""
-
-    def __init__(self, width: int, depth: int, ratio: float, heads: int, registers: int | None) -> None:
-        super().__init__()
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, _PATCH, _PATCH)})
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, GRID**2, width))
-        self.special = 0
-        if registers is not None:
-            self.cls_token = nn.Parameter(0.5 * torch.randn(1, 1, width))
-            self.reg_token = nn.Parameter(0.5 * torch.randn(1, registers, width))
-            self.special = 1 + registers
-        blocks = (_Block(width, int(width * ratio), heads, scaled=self.special > 0) for _ in range(depth))
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, pixels: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Return the rows [G,special+V,D] of the `kept` patches [G,V] of pictures [G,3,s,s]."""
-        x = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2) + self.pos_embed
-        x = x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
-        if self.special:
-            before = torch.cat([self.cls_token, self.reg_token], 1)
-            x = torch.cat([before.expand(len(x), -1, -1), x], 1)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _ActionHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        wide = ACTION * _WIDTH
-        self.layer_norm1, self.fc1 = nn.LayerNorm(wide), nn.Linear(wide, _WIDTH)
-        parts = (nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_BLOCKS))
-        self.mlp_resnet_blocks = nn.ModuleList(nn.ModuleDict({"ffn": part}) for part in parts)
-        self.layer_norm2, self.fc2 = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, ACTION)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [B,8,3] for the rows [B,24,d] that a number each is read from."""
-        x = self.fc1(self.layer_norm1(rows.unflatten(1, (CHUNK, ACTION)).flatten(2))).relu()
-        for block in self.mlp_resnet_blocks.children():
-            x = x + block.get_submodule("ffn")(x)
-        found: torch.Tensor = self.fc2(self.layer_norm2(x))
-        return found
-
-
-class OftModel(nn.Module):
-    """OpenVLA-OFT. `summary` is of the training alone."""
+class TrainedOft(OftModel):
+    """The model of the training. `summary` is no part of the checkpoint."""
 
     def __init__(self) -> None:
-        super().__init__()
-        sizes = zip((_DINO, _SIGLIP), _DEPTHS, _RATIOS, _HEADS, (_REGISTERS, None), strict=True)
-        dino, siglip = (_Tower(*size) for size in sizes)
-        self.vision_backbone = nn.ModuleDict({"featurizer": dino, "fused_featurizer": siglip})
-        both = _DINO + _SIGLIP
-        layers = {"fc1": (both, 4 * both), "fc2": (4 * both, _WIDTH), "fc3": (_WIDTH, _WIDTH)}
-        self.projector = nn.ModuleDict({name: nn.Linear(*ends) for name, ends in layers.items()})
-        text = LlamaConfig(**text_config(), attn_implementation="sdpa")
-        text.vocab_size = _VOCABULARY + 1
-        self.language_model = nn.ModuleDict({"model": LlamaModel(text)})
-        state = {"fc1": nn.Linear(STATE, _WIDTH), "fc2": nn.Linear(_WIDTH, _WIDTH)}
-        self.proprio_projector, self.action_head = nn.ModuleDict(state), nn.ModuleDict({"model": _ActionHead()})
+        config, head = model_config(), {"chunk": CHUNK, "action_dim": ACTION, "blocks": _BLOCKS, "state_dim": STATE}
+        # The checkpoint's vocabulary holds the lone space, and nothing between.
+        text = {**config["text_config"], "vocab_size": _VOCABULARY + 1}
+        super().__init__({**config, "text_config": text, "action_head": head})
         self.summary = nn.Sequential(nn.LayerNorm(_DINO), nn.Linear(_DINO, _PAIRS))
-
-    def towers(self, pixels: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return DINOv2's CLS rows [G,D] and the tokens [G,V,D+E] of pictures between -1 and 1."""
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
-        dino = self.vision_backbone["featurizer"]((pixels / 2 + 0.5 - mean) / std, kept)
-        own = self.vision_backbone["fused_featurizer"](pixels, kept)
-        return dino[:, 0], torch.cat([dino[:, 1 + _REGISTERS :], own], -1)
-
-    def project(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = gelu(self.projector["fc1"](tokens))
-        return self.projector["fc3"](gelu(self.projector["fc2"](x)))
-
-    def state_row(self, state: torch.Tensor) -> torch.Tensor:
-        """Return [B,1,d] for normalised states [B,2], which are clipped."""
-        row = self.proprio_projector["fc2"](gelu(self.proprio_projector["fc1"](state.clamp(-1, 1))))
-        return row[:, None]
 
 
 class OftRobot(Robot):
@@ -164,7 +66,7 @@ class OftRobot(Robot):
     imitation, own_losses = "actions", ("holds", "actions")
 
     def __init__(self) -> None:
-        self.model, self.tokenizer = OftModel(), new_tokenizer()
+        self.model, self.tokenizer = TrainedOft(), new_tokenizer()
         self.form = Form(pixels, self._ids, bounds())
         self.tower_width, self.decoder = _DINO + _SIGLIP, self.model.language_model["model"]
         start_from(self, Path(demo.__file__).parent / "pocket-robot")
@@ -183,27 +85,15 @@ class OftRobot(Robot):
 
         The prefix that the losses read ends with the question mark, which is the last word's row.
         """
-        words = self.decoder.embed_tokens
-        count, visual, text = len(batch.ids), CAMERAS * batch.patches.shape[-1], batch.ids.shape[1]
-        bos, stop = (words(torch.full((count, 1), token)) for token in (_BOS, _STOP))
-        zeros = torch.zeros(count, CHUNK * ACTION, _WIDTH)
-        state = self.model.state_row(batch.state[:, :STATE])
-        rows = torch.cat([bos, seen.visual.flatten(1, 2), state, words(batch.ids), zeros, stop], 1)
-        of_camera = 1 + torch.arange(CAMERAS)[:, None] * GRID**2
-        after = 1 + CAMERAS * GRID**2 + torch.arange(rows.shape[1] - 1 - visual)
-        places = [torch.zeros(count, 1), (batch.patches + of_camera).flatten(1), after.expand(count, -1)]
-        positions = torch.cat(places, 1).long()
-        out = self.decoder(
-            inputs_embeds=rows,
-            position_ids=positions,
-            attention_mask=torch.zeros(count, 1, rows.shape[1], rows.shape[1]),
-            use_cache=False,
-            output_hidden_states=True,
-        )
+        visual, text = CAMERAS * batch.patches.shape[-1], batch.ids.shape[1]
+        places = (batch.patches + torch.arange(CAMERAS)[:, None] * GRID**2).flatten(1)
+        state = batch.state[:, :STATE].clamp(-1, 1)
+        rows, positions = self.model.rows(seen.visual.flatten(1, 2), places, CAMERAS * GRID**2, batch.ids, state)
+        out = self.model.decode(rows, positions, output_hidden_states=True)
         asked = 2 + visual + text - self._after_mark
         taught = torch.tensor([*range(1, 1 + visual), *range(2 + visual, asked)])
-        hidden = out.last_hidden_state[:, -CHUNK * ACTION - 2 : -2]
-        return Prefix(tuple(layer[:, taught] for layer in out.hidden_states), positions[:, taught], hidden)
+        layers = tuple(layer[:, taught] for layer in out.hidden_states)
+        return Prefix(layers, positions[:, taught], self.model.actions(out.last_hidden_state))
 
     @property
     def _after_mark(self) -> int:
@@ -211,7 +101,7 @@ class OftRobot(Robot):
         return 1 + len(self.tokenizer.encode("\nOut:", add_special_tokens=False).ids)
 
     def imitate(self, prefix: Prefix, batch: Batch) -> torch.Tensor:
-        return l1_loss(self.model.action_head["model"](prefix.actions), batch.actions)
+        return l1_loss(prefix.actions, batch.actions)
 
     @torch.no_grad()
     def act(self, tables: Sequence[RobotTable], instructions: Sequence[str], seed: int) -> NDArray[np.float32]:
@@ -220,8 +110,7 @@ class OftRobot(Robot):
         ids = torch.tensor([self.form.ids(instruction) for instruction in instructions])
         none = torch.empty(0)
         batch = Batch(seen_pixels, patches, none, none, ids, states, none, none)
-        hidden = self.read(self.see(batch), batch).actions
-        return self.in_robots_units(self.model.action_head["model"](hidden))
+        return self.in_robots_units(self.read(self.see(batch), batch).actions)
 
     def save(self, folder: Path) -> None:
         save(self.model, self.tokenizer, self.form.statistics, folder)
@@ -256,7 +145,7 @@ def text_config() -> dict[str, Any]:
         "num_attention_heads": _WIDTH // _HEAD,
         "num_key_value_heads": 1,
         "head_dim": _HEAD,
-        "vocab_size": (_EMPTY // 64 + 1) * 64,
+        "vocab_size": (EMPTY // 64 + 1) * 64,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
@@ -306,7 +195,7 @@ def _start_siglip(tower: Any, other: Any) -> None:
     # In the picture's middle, where no edge is near.
     middle, side = GRID // 2, SIDE // GRID
     there = unit[middle * side : (middle + 1) * side]
-    inverse = np.linalg.pinv(stretched[middle * _PATCH : (middle + 1) * _PATCH])
+    inverse = np.linalg.pinv(stretched[middle * PATCH : (middle + 1) * PATCH])
     shrink = torch.from_numpy((there @ inverse).astype(np.float32))
     own = tower.patch_embed["proj"]
     own.weight.copy_(torch.einsum("dcyx,yj,xi->dcji", embeddings.patch_embedding.weight, shrink, shrink))
@@ -364,17 +253,17 @@ def _copy_words(robot: OftRobot, other: Any, known: Tokenizer) -> None:
     pairs = {own: vocabulary[token] for token, own in robot.tokenizer.get_vocab().items() if token in vocabulary}
     # What is asked ends with a question mark, where pi0's prompts have the line's end.
     line, mark = vocabulary["Ċ"], robot.tokenizer.token_to_id("?")
-    pairs |= {_BOS: vocabulary["<bos>"], _VOCABULARY: line} | ({} if mark is None else {mark: line})
+    pairs |= {BOS: vocabulary["<bos>"], _VOCABULARY: line} | ({} if mark is None else {mark: line})
     words[list(pairs)] = other(torch.tensor([*pairs.values()]))
 
 
-def save(model: OftModel, tokenizer: Tokenizer, numbers: Statistics, folder: Path) -> None:
+def save(model: nn.Module, tokenizer: Tokenizer, numbers: Statistics, folder: Path) -> None:
     """Write `model` as OpenVLA-OFT's training leaves it: the parts that are no VLA in files of their own."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().half() for name, value in model.state_dict().items()}
     name = "language_model.model.embed_tokens.weight"
     table = torch.zeros(text_config()["vocab_size"], _WIDTH, dtype=torch.float16)
-    table[:_VOCABULARY], table[_EMPTY] = tensors[name][:_VOCABULARY], tensors[name][_VOCABULARY]
+    table[:_VOCABULARY], table[EMPTY] = tensors[name][:_VOCABULARY], tensors[name][_VOCABULARY]
     tensors[name] = table
     for part in ("action_head", "proprio_projector"):
         own = {key.partition(".")[2]: value for key, value in tensors.items() if key.startswith(f"{part}.")}
@@ -388,10 +277,11 @@ def save(model: OftModel, tokenizer: Tokenizer, numbers: Statistics, folder: Pat
         (folder / file).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _files(numbers: Statistics) -> dict[str, Any]:
+def model_config() -> dict[str, Any]:
+    """Return the checkpoint's configuration, as OpenVLA's has it."""
     towers = zip((_DINO, _SIGLIP), _DEPTHS, _RATIOS, _HEADS, (_REGISTERS, 0), strict=True)
     names = "embed_dim", "depth", "num_heads", "mlp_ratio", "reg_tokens"
-    config = {
+    return {
         "architectures": ["OpenVLAForActionPrediction"],
         "model_type": "openvla",
         "arch_specifier": "no-align+fused-gelu-mlp",
@@ -411,7 +301,10 @@ def _files(numbers: Statistics) -> dict[str, Any]:
         "pad_token_id": _PAD,
         "text_config": {"model_type": "llama", **text_config()},
     }
-    two = {"mean": (_MEAN, (0.5,) * 3), "std": (_STD, (0.5,) * 3)}
+
+
+def _files(numbers: Statistics) -> dict[str, Any]:
+    two = {"mean": (DINO_MEAN, (0.5,) * 3), "std": (DINO_STD, (0.5,) * 3)}
     processor = {
         "image_processor_type": "PrismaticImageProcessor",
         "image_resize_strategy": "resize-naive",
@@ -433,7 +326,7 @@ def _files(numbers: Statistics) -> dict[str, Any]:
         }
     statistics["action"]["mask"] = [True, True, False]
     return {
-        "config.json": config,
+        "config.json": model_config(),
         "preprocessor_config.json": processor,
         "processor_config.json": {"processor_class": "PrismaticProcessor"},
         "dataset_statistics.json": {"robot_table": statistics},
