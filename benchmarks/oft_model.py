@@ -123,6 +123,10 @@ class OftModel(nn.Module):
         self.proprio_projector = nn.ModuleDict(state)
         self.action_head = nn.ModuleDict({"model": _ActionHead(width, self.head)})
 
+    @property
+    def decoder(self) -> Any:
+        return self.language_model["model"]
+
     def towers(self, pixels: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return DINOv2's CLS rows [G,D] and the tokens [G,V,D+E] of pictures between -1 and 1."""
         mean, std = (torch.tensor(values).to(pixels.dtype).view(3, 1, 1) for values in (DINO_MEAN, DINO_STD))
@@ -142,7 +146,7 @@ class OftModel(nn.Module):
         The visual tokens [B,V,d] have the `places` [B,V] of `all_places`. `ids` [B,T] are the text's, and states
         [B,numbers] normalised. The results are [B,S,d] and the positions [B,S].
         """
-        words, count = self.language_model["model"].embed_tokens, len(ids)
+        words, count = self.decoder.embed_tokens, len(ids)
         bos, stop = (words(torch.full((count, 1), token)) for token in (BOS, STOP))
         zeros = torch.zeros_like(bos).expand(-1, self.head["chunk"] * self.head["action_dim"], -1)
         row = self.proprio_projector["fc2"](gelu(self.proprio_projector["fc1"](state)))[:, None]
@@ -154,7 +158,7 @@ class OftModel(nn.Module):
     def decode(self, rows: torch.Tensor, positions: torch.Tensor, **options: Any) -> Any:
         """Run the decoder on `rows` [B,S,d], each of which sees all."""
         mask = rows.new_zeros(len(rows), 1, rows.shape[1], rows.shape[1])
-        return self.language_model["model"](
+        return self.decoder(
             inputs_embeds=rows, position_ids=positions, attention_mask=mask, use_cache=False, **options
         )
 

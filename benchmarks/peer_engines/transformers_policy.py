@@ -71,7 +71,7 @@ def load_oft(place: Path, dtype: Any) -> Loaded:
     for shard in sorted(checkpoint.glob("*.safetensors")):
         own = {name: value.to(dtype) for name, value in load_file(shard).items()}
         model.load_state_dict(own, strict=False, assign=True)
-    decoder = model.eval().language_model["model"]
+    decoder = model.eval().decoder
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
     tokenizer, cameras = Tokenizer.from_file(str(checkpoint / "tokenizer.json")), CAMERAS["openvla_oft"]
     tower, prefix = _LastCall(model.vision_backbone["fused_featurizer"]), _LastCall(decoder)

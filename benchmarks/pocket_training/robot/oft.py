@@ -68,7 +68,7 @@ class OftRobot(Robot):
     def __init__(self) -> None:
         self.model, self.tokenizer = TrainedOft(), new_tokenizer()
         self.form = Form(pixels, self._ids, bounds())
-        self.tower_width, self.decoder = _DINO + _SIGLIP, self.model.language_model["model"]
+        self.tower_width, self.decoder = _DINO + _SIGLIP, self.model.decoder
         start_from(self, Path(demo.__file__).parent / "pocket-robot")
 
     def _ids(self, instruction: str) -> list[int]:
