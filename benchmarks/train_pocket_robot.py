@@ -24,9 +24,9 @@ from pocket_training.robot.pi0 import Pi0Robot
 from pocket_training.robot.robot import Robot
 from pocket_training.stages import Stage, rate_at, schedule
 
-_SAVE_EVERY = 50
-_LOG_EVERY = 10
-_MEASURE_EVERY = 100
+_SAVE_EVERY = 100
+_LOG_EVERY = 20
+_MEASURE_EVERY = 500
 _MEASURED = 40
 """Validation episodes."""
 _CLIP = 1.0

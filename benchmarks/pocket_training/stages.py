@@ -107,6 +107,6 @@ ROBOT_STAGES = (
 )
 OFT_STAGES = (
     # From the weights of the pocket robot's pi0.
-    Stage("five", 450, 4, (4e-4, 4e-4), 1, 28, 0.2, 5, warm_up=30),
-    Stage("whole", 150, 4, (4e-4, 0.0), 1, 100, 0.1, 5),
+    Stage("five", 900, 4, (4e-4, 3e-4), 1, 28, 0.2, 5, warm_up=30),
+    Stage("whole", 300, 4, (3e-4, 0.0), 1, 1000, 0.1, 5),
 )
