@@ -25,7 +25,7 @@ from rich.console import Console
 from peer_engines import process
 from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
-from peer_engines.report import ACTIONS, ANSWERS, Words, as_json, plot, read_line, table
+from peer_engines.report import ACTIONS, ANSWERS, HEAD, Words, as_json, plot, read_line, table
 from peer_engines.rounds import PlainRead, Plan, measure, sittings
 from sinkprune.contract.checks import unknown_name
 from sinkprune.contract.command_line.command import entry_point
@@ -52,7 +52,11 @@ class Defaults(NamedTuple):
 
 
 # Of LLaVA and Qwen3-VL all engines make 576 visual tokens of these sides.
-DEFAULTS = {"qwen3_vl": Defaults(side=768), "pi0": Defaults("transformers bf16", 224, 10, ACTIONS)}
+DEFAULTS = {
+    "qwen3_vl": Defaults(side=768),
+    "pi0": Defaults("transformers bf16", 224, 10, ACTIONS),
+    "openvla_oft": Defaults("transformers bf16", 224, 1, HEAD),
+}
 """By `model_type`; other models have `Defaults()`."""
 _TABLE_WIDTH = 200
 _UNKNOWN = 1 << 34
@@ -70,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--side",
         type=int,
-        help="pixels of the pictures' sides (default: 336; 768 for Qwen3-VL, 224 for pi0)",
+        help="pixels of the pictures' sides (default: 336; 768 for Qwen3-VL, 224 for policies)",
     )
     add("--new-tokens", type=int, help="length of every answer, or denoising steps (default: 16; 10 for pi0)")
     add("--repeat", type=int, default=9, help="measured rounds (default: 9)")

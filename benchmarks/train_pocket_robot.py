@@ -9,47 +9,41 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from pocket_training.records import report, write_table
-from pocket_training.robot.batches import Batch, draw_batch, statistics
+from pocket_training.robot.batches import Batch, draw_batch
 from pocket_training.robot.episodes import run_episodes
-from pocket_training.robot.losses import (
-    Probe,
-    flow_loss,
-    looking_loss,
-    naming_loss,
-    patch_loss,
-    pointing_loss,
-    run_prefix,
-    run_tower,
-)
-from pocket_training.robot.model import GRID, new_model, new_tokenizer, save
-from pocket_training.stages import ROBOT_STAGES, Stage, rate_at, schedule
+from pocket_training.robot.losses import Probe, looking_loss, naming_loss, patch_loss, pointing_loss, summary_loss
+from pocket_training.robot.model import GRID
+from pocket_training.robot.oft import OftRobot
+from pocket_training.robot.pi0 import Pi0Robot
+from pocket_training.robot.robot import Robot
+from pocket_training.stages import Stage, rate_at, schedule
 
 _SAVE_EVERY = 100
 _LOG_EVERY = 20
 _MEASURE_EVERY = 500
 _MEASURED = 40
 """Validation episodes."""
-_DRAWS = 6
-"""Times and noises of the action chunk for each prefix."""
 _CLIP = 1.0
 _SEED = 7
 _STATEFUL = ("model", "probe", "optimizer")
-_LOSSES = ("step", "stage", "seconds", "rate", "patches", "names", "points", "looks", "flow")
+_COLUMNS = ("step", "stage", "seconds", "rate", "patches", "names", "points", "looks")
+_ROBOTS: dict[str, Callable[[], Robot]] = {"pi0": Pi0Robot, "openvla-oft": OftRobot}
 
 
 class RobotTraining:
     """The model, its optimizer, and the file that an interrupted training resumes from."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, make: Callable[[], Robot] = Pi0Robot) -> None:
         torch.manual_seed(_SEED)
-        self._path, self.model, self.step, self.seconds = state, new_model(), 0, 0.0
-        self.probe, self.tokenizer = Probe(self.model), new_tokenizer()
+        self._path, self.robot, self.step, self.seconds = state, make(), 0, 0.0
+        self.model, decoder = self.robot.model, self.robot.decoder
+        self.probe = Probe(self.robot.tower_width, decoder.config.hidden_size, decoder.config.num_hidden_layers)
         self.log, self.success = list[dict[str, float | str]](), list[dict[str, float]]()
         modules = torch.nn.ModuleDict({"model": self.model, "probe": self.probe})
         self.parameters = list(modules.parameters())
@@ -76,7 +70,7 @@ class RobotTraining:
                 self.log.append({**entry, "rate": rate, **losses})
                 report(self.log[-1])
             if stage.questions and self.step % _MEASURE_EVERY == 0:
-                success, picked = run_episodes(self.model, self.tokenizer, "validation", _MEASURED)
+                success, picked = run_episodes(self.robot.act, "validation", _MEASURED)
                 self.success.append({"step": self.step, "success": success, "picked": picked})
                 report(self.success[-1])
             if self.step % _SAVE_EVERY == 0:
@@ -89,8 +83,9 @@ class RobotTraining:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         shown = min(GRID**2, round(stage.visual_tokens * (0.6 + 0.8 * torch.rand(()).item())))
-        batch = draw_batch(table, stage.pictures, stage.most_objects, shown, self.tokenizer)
-        with torch.autocast("cpu", torch.bfloat16):
+        batch = draw_batch(table, stage.pictures, stage.most_objects, shown, self.robot.form)
+        # Processors without AVX-512 emulate bfloat16.
+        with torch.autocast("cpu", torch.bfloat16, enabled="AVX512" in torch.backends.cpu.get_cpu_capability()):
             loss, losses = self._losses(stage, batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -99,18 +94,21 @@ class RobotTraining:
         return losses
 
     def _losses(self, stage: Stage, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        seen = run_tower(self.model, batch)
+        robot, seen = self.robot, self.robot.see(batch)
+        words = robot.decoder.get_input_embeddings().weight
         losses = {
             "patches": patch_loss(self.probe, seen, batch),
-            "names": naming_loss(self.model, seen, batch, self.tokenizer),
+            "names": naming_loss(words, seen, batch, robot.tokenizer),
         }
-        loss = stage.probe_weight * (losses["patches"] + losses["names"])
+        if seen.summary is not None:
+            losses["holds"] = summary_loss(seen.summary, batch)
+        loss = stage.probe_weight * sum(losses.values(), torch.zeros(()))
         if stage.questions:
-            prefix = run_prefix(self.model, seen, batch)
+            prefix = robot.read(seen, batch)
             losses["points"] = pointing_loss(self.probe, prefix, batch)
-            losses["looks"] = looking_loss(self.model, prefix, batch)
-            losses["flow"] = flow_loss(self.model, prefix, batch, _DRAWS)
-            loss = loss + losses["flow"] + stage.probe_weight * (losses["points"] + losses["looks"])
+            losses["looks"] = looking_loss(robot.decoder, prefix, batch)
+            losses[robot.imitation] = robot.imitate(prefix, batch)
+            loss = loss + losses[robot.imitation] + stage.probe_weight * (losses["points"] + losses["looks"])
         return loss, {name: value.item() for name, value in losses.items()}
 
     def _save(self) -> None:
@@ -119,8 +117,12 @@ class RobotTraining:
         beside = self._path.with_suffix(".new")
         torch.save(state, beside)
         beside.replace(self._path)
-        write_table(self._path.with_suffix(".csv"), _LOSSES, self.log)
+        self.write_log(self._path.with_suffix(".csv"))
         write_table(self._path.with_suffix(".success.csv"), ("step", "success", "picked"), self.success)
+
+    def write_log(self, path: Path) -> None:
+        """Write the loss curve."""
+        write_table(path, (*_COLUMNS, *self.robot.own_losses), self.log)
 
     def _load(self) -> None:
         saved = torch.load(self._path)
@@ -135,20 +137,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder to write the trained model to")
     parser.add_argument("--state", type=Path, required=True, help="file the training is saved to and resumed from")
+    parser.add_argument("--policy", choices=_ROBOTS, default="pi0", help="the kind of policy (default: pi0)")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
     parser.add_argument("--so-far", action="store_true", help="write the model of the state file, and train no more")
     parser.add_argument("--episodes", type=int, default=0, help="then run as many test episodes (default: 0)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    training = RobotTraining(options.state)
+    training = RobotTraining(options.state, _ROBOTS[options.policy])
     if not options.so_far:
-        training.run(ROBOT_STAGES)
-    save(training.model, training.tokenizer, statistics(), options.checkpoint)
-    write_table(options.checkpoint / "loss.csv", _LOSSES, training.log)
+        training.run(training.robot.stages)
+    training.robot.save(options.checkpoint)
+    training.write_log(options.checkpoint / "loss.csv")
     for misnamed in (False, True) if options.episodes else ():
-        success, picked = run_episodes(
-            training.model, training.tokenizer, "test", options.episodes, misnamed=misnamed
-        )
+        success, picked = run_episodes(training.robot.act, "test", options.episodes, misnamed=misnamed)
         report({"misnamed": str(misnamed), "episodes": options.episodes, "success": success, "picked": picked})
 
 

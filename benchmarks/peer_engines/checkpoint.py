@@ -36,6 +36,7 @@ _PROCESSORS = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor"),
     "pi0": ("PI0Processor", "PI0ImageProcessor"),
+    "openvla_oft": ("PrismaticProcessor", "PrismaticImageProcessor"),
 }
 """transformers' classes for whole prompts and for pictures, by `model_type`."""
 
@@ -123,10 +124,16 @@ def _write_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of transformers' own model, which is not allocated."""
+    """Yield names and shapes of PyTorch's own model, which is not allocated."""
     import torch
     import transformers
 
+    if config["model_type"] == "openvla_oft":
+        from oft_model import OftModel
+
+        with torch.device("meta"):
+            yield from ((name, tuple(value.shape)) for name, value in OftModel(config).named_parameters())
+        return
     settings = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
     with torch.device("meta"):
         own = transformers.AutoConfig.for_model(config["model_type"], **settings)

@@ -34,6 +34,8 @@ class Words(NamedTuple):
 ANSWERS = Words("TTFT", "prefill", "token", "new tokens")
 ACTIONS = Words("TTFA", "prefix", "step", "denoising steps")
 """A robot policy: the time to its actions, with all denoising steps."""
+HEAD = Words("TTFA", "prefix", "head", "pass of the action head")
+"""A policy whose head reads all actions at once."""
 
 
 def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[str, Any]:

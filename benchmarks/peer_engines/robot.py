@@ -8,12 +8,15 @@ from peer_engines.checkpoint import random_picture
 from peer_engines.engine import Question
 from sinkprune.contract.precision import Array
 
-CAMERAS = 3
+CAMERAS = {"pi0": 3, "openvla_oft": 2}
+"""The cameras of each policy, by `model_type`."""
 
 
-def moment(question: Question, state_dim: int, chunk: tuple[int, int]) -> tuple[list[Array], Array, Array]:
+def moment(
+    question: Question, cameras: int, state_dim: int, chunk: tuple[int, int]
+) -> tuple[list[Array], Array, Array]:
     """Return frames of new random pictures, a state [state_dim] and noise `chunk` in fp32, by the question's seed."""
-    frames = [random_picture(question.seed * CAMERAS + camera, question.side) for camera in range(CAMERAS)]
+    frames = [random_picture(question.seed * cameras + camera, question.side) for camera in range(cameras)]
     rng = np.random.default_rng(question.seed)
     return frames, rng.normal(size=state_dim).astype(np.float32), rng.normal(size=chunk).astype(np.float32)
 

@@ -66,8 +66,8 @@ def prepare(form: Form, place: Path) -> None:
     settings["budgets"] = tuple(way for way in forms(config)[0].ways if way != UNPRUNED)
     if weights == "int4":
         settings["block_size"] = 128
-    if config["model_type"] == "pi0":
-        settings["max_images"] = CAMERAS
+    if config["model_type"] in CAMERAS:
+        settings["max_images"] = CAMERAS[config["model_type"]]
     if not _bundle(form, place).exists():
         try:
             export_bundle(ExportRequest(str(place / "checkpoint"), **settings), _bundle(form, place))
@@ -86,7 +86,10 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         raise NotRunError(str(error)) from error
     answer = _acting(model) if isinstance(model, Policy) else _answering(model)
     versions = {"sinkprune": version("sinkprune"), "python": platform.python_version(), **model.backend.versions}
-    size = bundle.manifest.weight_bytes("expert") if kind is Policy else decode_bytes(bundle.manifest, kv_bytes=0)
+    if isinstance(model, Policy):
+        size = bundle.manifest.weight_bytes("expert" if model.facts.expert else "action_head")
+    else:
+        size = decode_bytes(bundle.manifest, kv_bytes=0)
     return Loaded(answer, versions, size)
 
 
@@ -106,11 +109,13 @@ def _answering(pipeline: Pipeline) -> Answer:
 
 
 def _acting(policy: Policy) -> Answer:
-    facts = policy.facts
+    facts, cameras = policy.facts, policy.bundle.manifest.max_images
 
     def answer(question: Question) -> Timing:
-        frames, state, noise = moment(question, facts.state_dim, (facts.chunk, facts.action_dim))
-        chunk = policy.act(frames, question.text, state, budget=question.way, noise=noise, steps=question.new_tokens)
+        frames, state, noise = moment(question, cameras, facts.state_dim, (facts.chunk, facts.action_dim))
+        # A head reads the actions from rows at once, without noise.
+        steps = {"noise": noise, "steps": question.new_tokens} if facts.expert else {}
+        chunk = policy.act(frames, question.text, state, budget=question.way, **steps)
         # The checkpoint has no statistics, so actions are in the units of the noise.
         changed = largest_change(chunk.actions, noise)
         input_tokens = chunk.prompt_tokens + chunk.visual_tokens

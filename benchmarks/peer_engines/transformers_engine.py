@@ -10,9 +10,11 @@ from typing import Any
 
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
-from peer_engines.transformers_policy import load_policy
+from peer_engines.transformers_policy import load_oft, load_pi0
 from sinkprune.export.checkpoint.folder import read_json
 
+_POLICIES = {"pi0": load_pi0, "openvla_oft": load_oft}
+"""By `model_type`."""
 _TYPES = {"fp32": ("float32", 32), "bf16": ("bfloat16", 16)}
 
 
@@ -40,7 +42,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     torch.set_grad_enabled(False)
     checkpoint = place / "checkpoint"
     dtype = getattr(torch, _TYPES[form.name][0])
-    if read_json(checkpoint, "config.json")["model_type"] == "pi0":
+    if (load_policy := _POLICIES.get(read_json(checkpoint, "config.json")["model_type"])) is not None:
         return load_policy(place, dtype)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").eval()
     prompt = Prompt(checkpoint, model.config)

@@ -105,3 +105,8 @@ ROBOT_STAGES = (
     Stage("many", 100, 8, (6e-4, 5e-4), 1, 64, 0.3, 5),
     Stage("whole", 200, 4, (5e-4, 0.0), 1, 1000, 0.2, 5),
 )
+OFT_STAGES = (
+    # From the weights of the pocket robot's pi0.
+    Stage("five", 900, 4, (4e-4, 3e-4), 1, 28, 0.2, 5, warm_up=30),
+    Stage("whole", 300, 4, (3e-4, 0.0), 1, 1000, 0.1, 5),
+)

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
-from pocket_training.robot import losses
-from pocket_training.robot.batches import Batch, draw_batch, instruction_ids, normalised, statistics
-from pocket_training.robot.episodes import act
-from pocket_training.robot.losses import flow_loss, run_prefix, run_tower
-from pocket_training.robot.model import CHUNK, GRID, IMAGE, new_model, new_tokenizer, save
+from pocket_training.robot import pi0
+from pocket_training.robot.batches import Batch, draw_batch, normalised, statistics
+from pocket_training.robot.losses import looking_loss, naming_loss
+from pocket_training.robot.model import CHUNK, GRID, IMAGE
+from pocket_training.robot.oft import OftRobot
+from pocket_training.robot.pi0 import Pi0Robot, flow_loss
 from pocket_training.stages import Stage
+from sinkprune import Policy
 from sinkprune.demo.robot_table import RobotTable
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from train_pocket_robot import RobotTraining
 
 ALL = GRID**2
@@ -27,19 +30,16 @@ TINY = Stage("tiny", 3, 1, (1e-3, 1e-3), 1, 12, 0.3, 2)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return new_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> PI0ForConditionalGeneration:
+def robot() -> Pi0Robot:
     torch.manual_seed(0)
-    return new_model().eval().requires_grad_(requires_grad=False)
+    made = Pi0Robot()
+    made.model.eval().requires_grad_(requires_grad=False)
+    return made
 
 
-def _flow(model: PI0ForConditionalGeneration, batch: Batch, draws: int) -> torch.Tensor:
+def _flow(robot: Pi0Robot, batch: Batch, draws: int) -> torch.Tensor:
     torch.manual_seed(3)
-    return flow_loss(model, run_prefix(model, run_tower(model, batch), batch), batch, draws)
+    return flow_loss(robot.model, robot.read(robot.see(batch), batch), batch, draws)
 
 
 def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
@@ -55,16 +55,14 @@ def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("draws", [1, 3])
-def test_the_loss_is_that_of_transformers(
-    model: PI0ForConditionalGeneration, tokenizer: Tokenizer, draws: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = draw_batch(5, 1, 5, ALL, tokenizer)
+def test_the_loss_is_that_of_transformers(robot: Pi0Robot, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, model = draw_batch(5, 1, 5, ALL, robot.form), robot.model
     count = len(batch.ids)
     torch.manual_seed(0)
     times, noise = torch.rand(count, draws), torch.randn(count, draws, CHUNK, 3)
     monkeypatch.setattr(torch.distributions.Beta, "sample", lambda self, shape: times)
-    monkeypatch.setattr(losses.torch, "randn", lambda *shape: noise)
-    found = _flow(model, batch, draws)
+    monkeypatch.setattr(pi0.torch, "randn", lambda *shape: noise)
+    found = _flow(robot, batch, draws)
     time = times * model.config.time_sampling_scale + model.config.time_sampling_offset
     expected = [
         model(**_inputs(batch), actions=batch.actions, noise=noise[:, draw], timestep=time[:, draw]).loss
@@ -73,9 +71,9 @@ def test_the_loss_is_that_of_transformers(
     assert torch.allclose(found, torch.stack(expected).mean(), atol=1e-5)
 
 
-def test_a_batch_is_normalised_as_the_processor_does(tokenizer: Tokenizer) -> None:
+def test_a_batch_is_normalised_as_the_processor_does(robot: Pi0Robot) -> None:
     found = statistics()
-    batch = draw_batch(9, 6, 5, 4, tokenizer)
+    batch = draw_batch(9, 6, 5, 4, robot.form)
     assert batch.state.shape == (24, 3) and (batch.state[:, 2] == 0).all()
     assert batch.actions.shape == (24, CHUNK, 3)
     assert batch.actions.flatten(0, 1).std(0).sub(1).abs().max() < 0.3
@@ -107,17 +105,36 @@ def test_steps_lower_the_loss_and_resume(tmp_path: Path) -> None:
     )
 
 
-def test_the_checkpoint_is_the_model(
-    model: PI0ForConditionalGeneration, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    save(model, tokenizer, statistics(), tmp_path)
+def test_the_checkpoint_is_the_model(robot: Pi0Robot, tmp_path: Path) -> None:
+    robot.save(tmp_path)
     assert all(value.dtype == torch.float16 for value in load_file(tmp_path / "model.safetensors").values())
-    loaded = PI0ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    table = RobotTable("checkpoint")
-    ours, theirs = (act(each, tokenizer, [table], [table.instruction], 0) for each in (model, loaded))
+    other, table = Pi0Robot(), RobotTable("checkpoint")
+    other.model = PI0ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours, theirs = (each.act([table], [table.instruction], 0) for each in (robot, other))
     assert ours.shape == (1, CHUNK, 3) and np.allclose(ours, theirs, atol=1e-2)
     ids = AutoTokenizer.from_pretrained(tmp_path)(f"<bos>{table.instruction}\n", add_special_tokens=False).input_ids
-    assert ids == instruction_ids(table.instruction, tokenizer)
+    assert ids == robot.form.ids(table.instruction)
     fields = json.loads((tmp_path / "processor_config.json").read_text())
     assert fields["actions_std"] == list(statistics().actions_std) and fields["chunk_size"] == CHUNK
     assert fields["image_processor"] == json.loads((tmp_path / "preprocessor_config.json").read_text())
+
+
+def test_openvla_oft_acts_as_its_exported_checkpoint(tmp_path: Path) -> None:
+    """Its SigLIP and decoder are those of the trained pi0: visual tokens lie near the words for what they show."""
+    torch.manual_seed(0)
+    robot, table = OftRobot(), RobotTable("checkpoint")
+    batch = draw_batch(9, 1, 5, ALL, robot.form)
+    seen = robot.see(batch)
+    words = robot.decoder.get_input_embeddings().weight
+    assert naming_loss(words, seen, batch, robot.tokenizer) < 0.5
+    assert looking_loss(robot.decoder, robot.read(seen, batch), batch) < 0.05
+    # As the files round it.
+    for weight in robot.model.parameters():
+        weight.data = weight.data.half().float()
+    robot.save(tmp_path / "checkpoint")
+    request = ExportRequest(str(tmp_path / "checkpoint"), ("prune-80",), max_images=2, chunk=CHUNK, bounds="q01-q99")
+    export_bundle(request, tmp_path / "bundle")
+    policy = Policy.load(tmp_path / "bundle")
+    expected = robot.act([table], [table.instruction], 0)[0]
+    found = policy.act([*table.cameras()], table.instruction, table.state()).actions
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
-from pocket_training.robot.batches import statistics
+from pocket_training.robot.batches import instruction_ids, statistics
 from pocket_training.robot.episodes import run_episodes
 from pocket_training.robot.model import IMAGE
+from pocket_training.robot.pi0 import Pi0Robot
 from sinkprune import demo
 from sinkprune.demo.robot_table import CAMERA_NAMES
 
@@ -36,7 +38,9 @@ def tokenizer() -> Tokenizer:
 def test_it_picks_what_the_instruction_names(
     model: PI0ForConditionalGeneration, tokenizer: Tokenizer, misnamed: bool
 ) -> None:
-    success, picked = run_episodes(model, tokenizer, "test", EPISODES, misnamed=misnamed)
+    robot = Pi0Robot()
+    robot.model, robot.form = model, robot.form._replace(ids=partial(instruction_ids, tokenizer=tokenizer))
+    success, picked = run_episodes(robot.act, "test", EPISODES, misnamed=misnamed)
     assert picked >= 0.75
     assert success == 0 if misnamed else success >= 0.75
 

@@ -136,7 +136,7 @@ def test_actions_of_tokens_equal_the_reference(
         count, options = len(towers[0][0]), parse_budget("openvla", budget)
         cuts = prune_layers(shape.num_layers)
         stages = {cut: [stage.of(count)] for cut, stage in zip(cuts, options.stages, strict=True)}
-    tokens, actions = torch_model.token_actions(rows, shape.action_dim, budget, stages)
+    tokens, actions = torch_model.token_actions(rows, shape.action_dim, torch_model.run(rows, budget, stages))
     report = own.act(seen, INSTRUCTION, budget=budget or "none")
     assert len(set(tokens)) > 2 and all(31744 <= token < 32000 for token in tokens)
     np.testing.assert_allclose(report.actions, torch_model.in_robots_units(actions, data_set, ENDS), atol=1e-6)

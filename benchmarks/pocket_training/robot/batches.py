@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +25,22 @@ _MARGIN = 2
 """Pixels around an object's box that still belong to it."""
 
 
+class Form(NamedTuple):
+    """How a policy reads pictures, instructions and numbers."""
+
+    pixels: Callable[[Image.Image], NDArray[np.float32]]
+    """Returns [3,s,s] between -1 and 1."""
+    ids: Callable[[str], list[int]]
+    """Returns the token ids after the pictures."""
+    statistics: Statistics
+
+
 @dataclass
 class Batch:
     """B moments of episodes, with the cameras' pictures and V patches of each."""
 
     pixels: torch.Tensor
-    """[B,2,3,96,96] fp32 between -1 and 1."""
+    """[B,2,3,s,s] fp32 between -1 and 1."""
     patches: torch.Tensor
     """[B,2,V] int64, ascending: the patches of each picture that exist."""
     classes: torch.Tensor
@@ -45,13 +57,13 @@ class Batch:
     """[B,2] fp32: the target's centre, from the table's centre."""
 
 
-def draw_batch(first: int, tables: int, most_objects: int, shown: int, tokenizer: Tokenizer) -> Batch:
+def draw_batch(first: int, tables: int, most_objects: int, shown: int, form: Form) -> Batch:
     """Return the batch of training tables `first` to `first + tables`, with several visits of each.
 
     The gripper is anywhere: half of the visits are near an object. So the expert shows the way back from every error.
     """
     visited = [
-        _visit(table, index, visit, shown, tokenizer)
+        _visit(table, index, visit, shown, form)
         for index in range(first, first + tables)
         for table in [RobotTable(f"training {index}", most_objects)]
         for visit in range(_VISITS)
@@ -59,22 +71,20 @@ def draw_batch(first: int, tables: int, most_objects: int, shown: int, tokenizer
     return Batch(*(torch.from_numpy(np.stack(values)) for values in zip(*visited, strict=True)))
 
 
-def _visit(
-    table: RobotTable, index: int, visit: int, shown: int, tokenizer: Tokenizer
-) -> tuple[NDArray[np.generic], ...]:
+def _visit(table: RobotTable, index: int, visit: int, shown: int, form: Form) -> tuple[NDArray[np.generic], ...]:
     rng = np.random.default_rng([index, visit])
     place(table, rng)
     scales = [(SIDE / CANVAS, np.zeros(2)), (1.0, np.round(table.gripper * CANVAS) - SIDE // 2)]
     targets = [patch_targets(table, scale, corner) for scale, corner in scales]
     patches = [show(classes, shown, rng) for classes, _ in targets]
     return (
-        np.stack([normalised(picture) for picture in table.cameras()]),
+        np.stack([form.pixels(picture) for picture in table.cameras()]),
         np.stack(patches),
         np.stack([classes[kept, :3] for (classes, _), kept in zip(targets, patches, strict=True)]),
         np.stack([centres[kept] for (_, centres), kept in zip(targets, patches, strict=True)]),
-        np.array(instruction_ids(table.instruction, tokenizer)),
-        normalise(table.state(), statistics().state_mean, statistics().state_std),
-        normalise(table.plan(CHUNK), statistics().actions_mean, statistics().actions_std),
+        np.array(form.ids(table.instruction)),
+        normalise(table.state(), form.statistics.state_mean, form.statistics.state_std),
+        normalise(table.plan(CHUNK), form.statistics.actions_mean, form.statistics.actions_std),
         (table.place(table.target) - 0.5).astype(np.float32),
     )
 
@@ -102,16 +112,21 @@ def normalise(values: NDArray[np.float32], mean: tuple[float, ...], std: tuple[f
     return np.pad(scaled, [(0, 0)] * (values.ndim - 1) + [(0, ACTION - values.shape[-1])])
 
 
-@cache
-def statistics() -> Statistics:
-    """Return the statistics of 500 training tables, rounded."""
+def sampled_moments() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return states [500,2] and actions [4000,3] of the expert on 500 training tables."""
     states, actions = np.zeros((500, STATE)), np.zeros((500, CHUNK, ACTION))
     for index in range(len(states)):
         table = RobotTable(f"training {Random(index).randrange(10**6)}")
         place(table, np.random.default_rng(index))
         states[index], actions[index] = table.state(), table.plan(CHUNK)
-    flat = actions.reshape(-1, ACTION)
-    values = (states.mean(0), states.std(0), flat.mean(0), flat.std(0))
+    return states, actions.reshape(-1, ACTION)
+
+
+@cache
+def statistics() -> Statistics:
+    """Return the statistics of 500 training tables, rounded."""
+    states, actions = sampled_moments()
+    values = (states.mean(0), states.std(0), actions.mean(0), actions.std(0))
     return Statistics(*(tuple(round(float(value), 4) for value in row) for row in values))
 
 

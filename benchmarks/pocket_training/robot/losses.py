@@ -1,4 +1,4 @@
-"""The losses of the robot's training: of the action chunk by flow matching, and of what the visual tokens are."""
+"""The losses of the robot's training for what the visual tokens are and which of them the instruction names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, smooth_l1_loss
-from transformers.cache_utils import DynamicCache
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize, smooth_l1_loss
 from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
 
 from pocket_training.robot.batches import Batch
-from pocket_training.robot.model import CAMERAS, CHUNK, GRID
+from pocket_training.robot.model import CAMERAS
 from sinkprune.demo.scenes import COLOURS, SHAPES
 
 _TOLD_FROM = 2
@@ -22,15 +21,13 @@ _TOLD_FROM = 2
 class Probe(nn.Module):
     """Predicts what patches show and where the target is. The checkpoint does not contain it."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, tower_width: int, width: int, num_layers: int) -> None:
         super().__init__()
-        vlm = model.config.vlm_config
-        self.patch = nn.Linear(vlm.vision_config.hidden_size, len(SHAPES) + len(COLOURS) + 4)
-        layers = vlm.text_config.num_hidden_layers - _TOLD_FROM
-        norms = (nn.RMSNorm(vlm.text_config.hidden_size) for _ in range(layers))
-        self.norms = nn.ModuleList(norms)
-        self.named = nn.ModuleList(nn.Linear(vlm.text_config.hidden_size, 1) for _ in range(layers))
-        self.goal = nn.ModuleList(nn.Linear(vlm.text_config.hidden_size, 2) for _ in range(layers))
+        self.patch = nn.Linear(tower_width, len(SHAPES) + len(COLOURS) + 4)
+        layers = num_layers - _TOLD_FROM
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers))
+        self.named = nn.ModuleList(nn.Linear(width, 1) for _ in range(layers))
+        self.goal = nn.ModuleList(nn.Linear(width, 2) for _ in range(layers))
 
 
 class Seen(NamedTuple):
@@ -40,6 +37,8 @@ class Seen(NamedTuple):
     """[B,2,V,D]: the tower's output."""
     visual: torch.Tensor
     """[B,2,V,d]: visual tokens."""
+    summary: torch.Tensor | None = None
+    """[2B,36]: scores of the pairs of colour and shape that each picture shows, of a tower with CLS."""
 
 
 class Prefix(NamedTuple):
@@ -49,67 +48,8 @@ class Prefix(NamedTuple):
     """[B,2V+T,d] before the first layer and after each."""
     places: torch.Tensor
     """[B,2V+T] int64: the position of each row."""
-    cache: DynamicCache
-
-
-def run_tower(model: Any, batch: Batch) -> Seen:
-    """Run tower and projector on the patches of the batch."""
-    vlm, shape = model.model.vlm, (*batch.patches.shape, -1)
-    embedded = vlm.vision_tower.embeddings(batch.pixels.flatten(0, 1))
-    kept = batch.patches.flatten(0, 1)[..., None].expand(-1, -1, embedded.shape[-1])
-    states = vlm.vision_tower.encoder(inputs_embeds=embedded.gather(1, kept)).last_hidden_state
-    states = vlm.vision_tower.post_layernorm(states)
-    return Seen(states.view(shape), vlm.multi_modal_projector(states).view(shape))
-
-
-def run_prefix(model: Any, seen: Seen, batch: Batch) -> Prefix:
-    """Run the prefix. Its rows keep the positions that they have among all visual tokens."""
-    vlm, count = model.model.vlm, len(batch.ids)
-    words = vlm.get_input_embeddings()(batch.ids)
-    rows = torch.cat([seen.visual.flatten(1, 2), words], 1)
-    of_camera = torch.arange(CAMERAS)[:, None] * GRID**2
-    of_text = torch.arange(words.shape[1]).expand(count, -1) + CAMERAS * GRID**2
-    places = torch.cat([(batch.patches + of_camera).flatten(1), of_text], 1)
-    out = vlm.language_model(
-        inputs_embeds=rows,
-        position_ids=places,
-        attention_mask=torch.zeros(count, 1, rows.shape[1], rows.shape[1]),
-        use_cache=True,
-        output_hidden_states=True,
-    )
-    return Prefix(out.hidden_states, places, out.cache)
-
-
-def flow_loss(model: Any, prefix: Prefix, batch: Batch, draws: int) -> torch.Tensor:
-    """Return the loss of the predicted velocities, with `draws` times and noises for each prefix; scalar.
-
-    The state is one row. The chunks of all draws are the next rows; each attends to the prefix, the state and itself.
-    """
-    config, count = model.config, len(batch.state)
-    beta = torch.distributions.Beta(config.time_sampling_beta_alpha, config.time_sampling_beta_beta)
-    time = beta.sample((count, draws)) * config.time_sampling_scale + config.time_sampling_offset
-    noise = torch.randn(count, draws, CHUNK, config.max_action_dim)
-    actions = batch.actions[:, None]
-    noisy = time[..., None, None] * noise + (1 - time[..., None, None]) * actions
-    state = batch.state[:, None].expand(-1, draws, -1).flatten(0, 1)
-    embedded = model.embed_action_time(state, noisy.flatten(0, 1), time.flatten()).unflatten(0, (count, draws))
-    rows = torch.cat([embedded[:, 0, :1], embedded[:, :, 1:].flatten(1, 2)], 1)
-    before, length = prefix.layers[0].shape[1], rows.shape[1]
-    chunk = torch.arange(length - 1) // CHUNK
-    mask = torch.full((length, before + length), float("-inf"))
-    mask[:, : before + 1] = 0
-    mask[1:, before + 1 :][chunk[:, None] == chunk] = 0
-    start = CAMERAS * GRID**2 + batch.ids.shape[1]
-    places = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.arange(CHUNK).repeat(draws)]) + start
-    out = model.model.dit(
-        inputs_embeds=rows,
-        attention_mask=mask.expand(count, 1, -1, -1),
-        position_ids=places.expand(count, -1),
-        cache=prefix.cache,
-        use_cache=True,
-    ).last_hidden_state
-    velocity = model.action_out_proj(out[:, 1:]).unflatten(1, (draws, CHUNK))
-    return mse_loss(velocity, noise - actions)
+    actions: Any
+    """What the actions are made from."""
 
 
 def patch_loss(probe: Probe, seen: Seen, batch: Batch) -> torch.Tensor:
@@ -121,9 +61,17 @@ def patch_loss(probe: Probe, seen: Seen, batch: Batch) -> torch.Tensor:
     return found + coloured + smooth_l1_loss(place[there], batch.centres[there])
 
 
-def naming_loss(model: Any, seen: Seen, batch: Batch, tokenizer: Tokenizer) -> torch.Tensor:
-    """Return the distance of visual tokens from the words for what they show; scalar."""
-    table = normalize(model.get_input_embeddings().weight, dim=-1)
+def summary_loss(summary: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the loss of the scores `summary` [2B,36] for what each picture shows; scalar."""
+    shape, colour = batch.classes[..., 0].flatten(0, 1), batch.classes[..., 1].flatten(0, 1)
+    pair = ((colour - 1) * len(SHAPES) + shape) * (shape > 0)
+    shown = torch.zeros(len(pair), len(COLOURS) * len(SHAPES) + 1).scatter(1, pair, 1.0)
+    return 4 * binary_cross_entropy_with_logits(summary, shown[:, 1:])
+
+
+def naming_loss(words: torch.Tensor, seen: Seen, batch: Batch, tokenizer: Tokenizer) -> torch.Tensor:
+    """Return the distance of visual tokens from the `words` [N,d] for what they show; scalar."""
+    table = normalize(words, dim=-1)
     visual = normalize(seen.visual, dim=-1) * seen.visual.shape[-1] ** 0.5
     total = visual.new_zeros(())
     for i, names in enumerate((SHAPES, tuple(COLOURS))):
@@ -148,7 +96,7 @@ def pointing_loss(probe: Probe, prefix: Prefix, batch: Batch) -> torch.Tensor:
     return total / len(probe.norms)
 
 
-def looking_loss(model: Any, prefix: Prefix, batch: Batch) -> torch.Tensor:
+def looking_loss(decoder: Any, prefix: Prefix, batch: Batch) -> torch.Tensor:
     """Return the mean -log of the attention that words pay to the visual tokens that they name; scalar.
 
     In layer 1 the colour looks at objects of that colour, and the shape at objects of that shape. In layers 2 to 5
@@ -160,7 +108,7 @@ def looking_loss(model: Any, prefix: Prefix, batch: Batch) -> torch.Tensor:
     alone = torch.stack([colour == colour.gather(1, first), shape == shape.gather(1, first)], 1)
     together = (target == 1)[:, None].expand(-1, 2, -1)
     taught = [(1, slice(-3, -1), alone), *((layer, slice(-2, None), together) for layer in (2, 3, 4, 5))]
-    losses = [_distance(model.model.vlm.language_model, prefix, *lesson) for lesson in taught]
+    losses = [_distance(decoder, prefix, *lesson) for lesson in taught]
     return torch.stack(losses).mean()
 
 

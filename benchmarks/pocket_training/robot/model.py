@@ -90,13 +90,18 @@ def new_model() -> PI0ForConditionalGeneration:
     return model
 
 
-def _start_tower(tower: Any) -> None:
-    """Initialise attention to near and alike patches, as in the pocket LLaVA."""
-    width, layers = tower.config.hidden_size, tower.encoder.layers
+def position_waves(width: int) -> torch.Tensor:
+    """Return [V,width] fp32: sines and cosines of each patch's row and column."""
     angles = torch.arange(GRID)[:, None] * 0.05 ** (torch.arange(width // 4) / (width // 4))
     wave = torch.cat([angles.sin(), angles.cos()], 1)
     rows, columns = wave[:, None].expand(-1, GRID, -1), wave[None].expand(GRID, -1, -1)
-    tower.embeddings.position_embedding.weight.copy_(torch.cat([rows, columns], 2).flatten(0, 1))
+    return torch.cat([rows, columns], 2).flatten(0, 1)
+
+
+def _start_tower(tower: Any) -> None:
+    """Initialise attention to near and alike patches, as in the pocket LLaVA."""
+    width, layers = tower.config.hidden_size, tower.encoder.layers
+    tower.embeddings.position_embedding.weight.copy_(position_waves(width))
     nn.init.normal_(tower.embeddings.patch_embedding.weight, std=0.1)
     inner = width**-0.5 * (2 * len(layers)) ** -0.5
     for layer in layers:

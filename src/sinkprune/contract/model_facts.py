@@ -117,6 +117,8 @@ class PolicyFacts:
     """The tokens that become actions, if any."""
     prompt_end: Count | None = field(default=None, metadata=OPTIONAL)
     """The token at the end of every prompt's text, which is added to texts without; None for none."""
+    lowercase: bool | None = field(default=None, metadata=OPTIONAL)
+    """Whether instructions are written in lower case."""
     clips_state: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether normalised states are clipped to -1 to 1."""
 

@@ -97,6 +97,7 @@ def observed(
     normalised = normalised_state(policy, state)
     # The chat template ends the line. LeRobot's `pi0_new_line_processor` does only if the task does not.
     instruction = instruction.removesuffix("\n")
+    instruction = instruction.lower() if policy.lowercase else instruction
     prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
     if said := unusual_state(policy, normalised):
         warn_user(said, UnusualStateWarning)

@@ -21,18 +21,10 @@ from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.slow_cases import slow_except
-from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
+from support.references.kept_tokens import choose_tops, kept_of
+from support.references.masking import assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
-from support.references.reference import largest, sanitize
-from support.references.reference_methods import (
-    BEFORE_LLM,
-    IN_LLM,
-    asking_rows,
-    tops_rows,
-    visionzip,
-    vscan,
-)
+from support.references.reference_methods import IN_LLM, asking_rows
 from support.references.steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"
@@ -78,57 +70,6 @@ def plan_of(pipe: Pipeline, method: str, budget: str) -> Plan:
     return pipe.bundle.manifest.plans[method][budget]
 
 
-def kept_of(
-    method: str, plan: Plan, features: list[Array], beside: Array | None, question: Array
-) -> tuple[Array, list[int]]:
-    """The rows [n0,D'] and the tokens that the method's reference keeps; `beside` [N,E] goes with the tokens.
-
-    `question` [T,d] are its words as the decoder receives them.
-    """
-    tokens, norms, salience = features
-    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
-    if plan.sanitizer is None:
-        return whole, list(range(len(norms)))
-    assert plan.shares is not None
-    counts = plan.shares.resolve(len(norms))
-    if method in READING_SANITIZERS:
-        salience = text_scores(salience, tokens, question, largest(norms, counts.outliers))
-    if method.startswith("visionzip"):
-        options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}
-        return visionzip(tokens, norms, salience, counts.kept, **options)  # type: ignore[arg-type]
-    if method == "vscan":
-        return vscan(tokens, norms, salience, counts.kept, local=counts.diverse, beside=beside)
-    if method == "tops":
-        index = tops_rows(tokens, salience, counts.diverse)
-        return whole[index], index
-    if method.startswith("sinkpruner"):
-        _, index = sanitize(
-            tokens,
-            norms,
-            salience,
-            reserve=counts.reserve,
-            diverse=counts.diverse,
-            remove_outliers=plan.shares.remove_outliers,
-            aggregate=plan.shares.aggregate,
-            rounds=plan.shares.diversity_rounds,
-            centring=method.endswith("+centred"),
-        )
-        rows = whole[index]
-        if counts.sink:
-            outliers = np.argsort(-norms, kind="stable")[: counts.outliers]
-            rows[0] = whole[outliers].astype(np.float64).mean(axis=0)
-        return rows, index
-    if method in READ_THE_QUESTION:
-        _, index = READ_THE_QUESTION[method](tokens, tokens, question, counts.kept, qwen=True)
-    else:
-        _, index = BEFORE_LLM[method](tokens, norms, salience, counts.kept)
-    return whole[index], index
-
-
-def choose_tops(scores: Array, hidden: Array, count: int) -> list[int]:
-    return tops_rows(hidden, scores, min(count, len(hidden)))
-
-
 @pytest.mark.parametrize(("name", "method"), slow_except(FEW, [case for case in CASES if case[1] != "random"]))
 def test_answers_equal_the_masked_full_sequence(
     name: str,
@@ -143,7 +84,13 @@ def test_answers_equal_the_masked_full_sequence(
     beside = deepstack_output(pipe, image)
     flat = None if beside is None else np.concatenate([*beside[:, 0]], axis=-1)
     question = embedded(torch_model, pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids)
-    rows, index = kept_of(method, plan, [array[0] for array in tower_output(pipe, image)], flat, question)
+    features = [array[0] for array in tower_output(pipe, image)]
+    assert plan.shares is not None
+    counts, whole = plan.shares.resolve(len(features[1])), features[0]
+    if plan.sanitizer is None:
+        rows, index = (whole if flat is None else np.concatenate([whole, flat], axis=-1)), [*range(len(whole))]
+    else:
+        rows, index = kept_of(method, counts, features, question, beside=flat)
     width = torch_model.model.language_model.embed_tokens.weight.shape[1]
     sets = [rows[:, place : place + width] for place in range(width, rows.shape[1], width)]
     beside = np.stack(sets) if sets else None
@@ -151,7 +98,6 @@ def test_answers_equal_the_masked_full_sequence(
 
     answer, logits = ask(pipe, image, budget, NEW_TOKENS, PROMPT, method)
     assert answer.kept.index.tolist() == [index]
-    assert plan.shares is not None
     stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
     asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])

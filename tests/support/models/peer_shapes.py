@@ -78,3 +78,12 @@ PI0: dict[str, Any] = {
     "max_state_dim": 5,
     "max_action_dim": 5,
 }
+_OFT = PRESETS["openvla-7b-oft"]
+_TOWER = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
+OFT: dict[str, Any] = {
+    **_OFT,
+    "image_sizes": [56, 56],
+    "timm_model_args": [{**_TOWER, "reg_tokens": 4}, {**_TOWER, "reg_tokens": 0}],
+    # Prompts end with a token that only Llama's vocabulary has.
+    "text_config": {**_TEXT, **_OFT["text_config"]},
+}

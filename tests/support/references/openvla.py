@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from tokenizers import Tokenizer
 
 from sinkprune.contract.budgets import parse_budget
 from support.models.openvla_checkpoints import EMPTY, STOP, TOWER_DEPTH, TOWER_HEADS
-from support.references.reference import keep_rows, sanitize, text_attention
+from support.references.masking import Asking, Choose
+from support.references.reference import largest, sanitize, text_attention
 
 Array = np.ndarray[Any, Any]
 INSTRUCTION = "Pick up the  red cup."
@@ -162,17 +164,19 @@ class OpenVlaReference:
         state: Array | None,
         placeholders: int,
         budget: str | None = None,
+        chosen: Sequence[tuple[Array, list[int]]] | None = None,
     ) -> Rows:
         """BOS, the pictures, the state, the text, a row of zeros for each number of the chunk, and the stop token.
 
-        With a `budget` its sanitizer leaves out tokens, and all others keep their positions.
+        With a `budget` its sanitizer leaves out tokens, and all others keep their positions. `chosen` are the tokens
+        of each camera that another method keeps, and their places.
         """
         table, ids = self.tensors["language_model.model.embed_tokens.weight"], self.ids(instruction)
         rows, positions, cameras, sources = [table[ids[0]]], [0], [], []
         count = len(towers[0][0])
         for number, (tokens, norms, salience) in enumerate(towers):
-            kept, index = tokens, [*range(count)]
-            options = parse_budget("openvla-oft", budget) if budget else None
+            kept, index = (tokens, [*range(count)]) if chosen is None else chosen[number]
+            options = parse_budget("openvla-oft", budget) if budget and chosen is None else None
             if options and options.sanitizer:
                 kept, index = sanitize(
                     tokens,
@@ -233,8 +237,19 @@ class OpenVlaReference:
         return x + self.linear(f"{name}.mlp.down_proj", inner), query, key
 
     @torch.no_grad()
-    def run(self, rows: Rows, budget: str | None = None, stages: Mapping[int, Sequence[int]] | None = None) -> Masked:
-        """All rows through all layers. After a layer of `stages` so many visual rows of each camera stay visible."""
+    def run(
+        self,
+        rows: Rows,
+        budget: str | None = None,
+        stages: Mapping[int, Sequence[int]] | None = None,
+        asking: Asking = lambda hidden, visual, text: text,
+        heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        choose: Choose = lambda scores, hidden, count: largest(scores, min(count, len(scores))),
+    ) -> Masked:
+        """All rows through all layers. After a layer of `stages` so many visual rows of each camera stay visible.
+
+        `asking`, `heads` and `choose` are those of `masking.masked_forward`.
+        """
         options = parse_budget("openvla-oft", budget) if budget else None
         visible, found = torch.ones(len(rows.values), dtype=torch.bool), Masked(rows.values)
         for number in range(self.text["num_hidden_layers"]):
@@ -245,18 +260,22 @@ class OpenVlaReference:
             alive = np.flatnonzero(visible).tolist()
             place = {row: own for own, row in enumerate(alive)}
             visual = [place[row] for camera in rows.cameras for row in camera if row in place]
+            text = [place[row] for row in (rows.actions if options.queries else rows.text)]
+            hidden = found.hidden[alive].numpy()
             scores = text_attention(
                 query[:, alive].numpy(),
                 key[:, alive].numpy(),
                 visual,
-                [place[row] for row in (rows.actions if options.queries else rows.text)],
+                asking(hidden, visual, text),
                 visual_keys=options.scores_over == "visual_keys",
                 causal=not self.has_head,
+                heads=heads.get(number),
             )
             kept = set(range(len(alive)))
             for camera, most in zip(rows.cameras, stages[number], strict=True):
                 own = [at for at, row in enumerate(visual) if alive[row] in camera]
-                kept &= set(keep_rows(scores[own], len(alive), [visual[at] for at in own], most))
+                left = choose(scores[own], hidden[[visual[at] for at in own]], most)
+                kept -= {visual[at] for number_of, at in enumerate(own) if number_of not in left}
             found.survivors[number] = [alive[row] for row in sorted(kept)]
             visible[:] = False
             visible[found.survivors[number]] = True
@@ -281,15 +300,15 @@ class OpenVlaReference:
         return torch.stack(steps).numpy()
 
     @torch.no_grad()
-    def token_actions(
-        self, rows: Rows, numbers: int, budget: str | None = None, stages: Mapping[int, Sequence[int]] | None = None
-    ) -> tuple[list[int], Array]:
-        """Greedy tokens, and the numbers [1,numbers] that they are. The whole prompt runs again for each token.
+    def token_actions(self, rows: Rows, numbers: int, first: Masked) -> tuple[list[int], Array]:
+        """Greedy tokens after the run `first`, and the numbers [1,numbers] that they are.
 
-        A pruned token is dropped by what the prompt alone says: earlier rows do not see later ones.
+        The whole prompt runs again for each token.
+
+        A pruned token is dropped by what the prompt's own run says: earlier rows do not see later ones.
         """
         tokens: list[int] = []
-        table, first = self.tensors["language_model.model.embed_tokens.weight"], self.run(rows, budget, stages)
+        table = self.tensors["language_model.model.embed_tokens.weight"]
         dropped = {
             cut: [row for row in range(len(rows.values)) if row not in left] for cut, left in first.survivors.items()
         }

@@ -131,7 +131,7 @@ class OpenVla(LlamaShaped):
         "{% for content in message['content'] if content['type'] == 'image' %}{{ '<PAD>' }}{% endfor %}"
         "{{ 'In: What action should the robot take to ' }}"
         "{% for content in message['content'] if content['type'] == 'text' %}"
-        "{{ content['text'] | lower }}{% endfor %}"
+        "{{ content['text'] }}{% endfor %}"
         "{{ '?\nOut:' }}{% endfor %}"
     )
 
@@ -224,7 +224,9 @@ class OpenVla(LlamaShaped):
     ) -> PolicyFacts:
         numbers = statistics_of(self._source, settings, {"state": state_dim, "actions": action_dim})
         numbers["cameras"] = (camera,) if camera else None
-        return PolicyFacts(None, chunk, state_dim, action_dim, 1, None, None, **numbers, **own, prompt_end=_EMPTY)
+        return PolicyFacts(
+            None, chunk, state_dim, action_dim, 1, None, None, **numbers, **own, prompt_end=_EMPTY, lowercase=True
+        )
 
     def _timm_tower(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         width, depth = arguments["embed_dim"], arguments["depth"]

@@ -19,6 +19,7 @@ from sinkprune.export.pruning.plan import PlanFacts, of_all_groups, share_of
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
+_END = 2**31 - 1
 
 
 class Survivors(NamedTuple):
@@ -45,6 +46,8 @@ class Stage(NamedTuple):
     """[L] int64: the text rows after them."""
     size: ir.Value
     """[1] int64: S."""
+    predicting: ir.Value
+    """[1] int64: the row whose output becomes the first token or action."""
 
 
 SelectionRule = Callable[[Graph, Stage, ir.Value], Survivors]
@@ -148,13 +151,13 @@ def every_text_row(graph: Graph, stage: Stage) -> QueryRows:
     """Return every text row after the image, or the last row if there is none (method.md section 2)."""
     op = graph.op
     # If L = 0, the last row queries instead.
-    rows = op.Concat(stage.text, last_row(graph, stage).rows, axis=0)
+    rows = op.Concat(stage.text, stage.predicting, axis=0)
     return QueryRows(op.Slice(rows, [0], op.Max(op.Shape(stage.text), [1]), [0]))
 
 
 def last_row(graph: Graph, stage: Stage) -> QueryRows:
-    """Return the last row alone, whose output becomes the first token."""
-    return QueryRows(graph.op.Sub(stage.size, [1]))
+    """Return the row alone whose output becomes the first token: the last, if no rows of actions are after it."""
+    return QueryRows(stage.predicting)
 
 
 def text_like_the_image(graph: Graph, stage: Stage) -> QueryRows:
@@ -218,7 +221,12 @@ def build_select(
     query = graph.input("query", [1, model.num_heads, "S", h])
     key = graph.input("key", [1, model.num_kv_heads, "S", h])
     visual, text = graph.input("visual_index", ["V"], _INT64), graph.input("text_index", ["L"], _INT64)
-    stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
+    size = op.Shape(query, start=2, end=3)
+    predicting = op.Sub(size, [1])
+    if facts.action_rows:
+        # It is the first of the rows that become actions, and the last of the text.
+        predicting = op.Slice(text, [0], [1]) if budget.queries else op.Slice(text, [-1], [_END])
+    stage = Stage(hidden, query, key, visual, text, size, predicting)
     alive, left = choice(graph, stage, _received_attention(graph, facts, stage, budget, queries, heads))
 
     rows = op.Shape(hidden, start=1, end=2)
