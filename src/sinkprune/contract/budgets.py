@@ -289,6 +289,9 @@ QWEN3_VL = _family(
 INTERNVL = _family(
     "internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL", QWEN_BUDGETS
 )
+PALIGEMMA = _family(
+    "paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma", QWEN_BUDGETS
+)
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
 _OPENVLA = "OpenVLAForActionPrediction"
