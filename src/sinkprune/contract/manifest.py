@@ -393,7 +393,7 @@ class Manifest:
     @property
     def decodes(self) -> bool:
         """Return whether tokens are decoded: those of an answer, or of a policy's actions."""
-        return self.policy is None or self.policy.tokens is not None
+        return self.policy is None or self.policy.new_tokens > 0
 
     @property
     def segments(self) -> tuple[range, ...]:

@@ -21,6 +21,7 @@ class PaliGemmaShape:
     num_heads: int = 4
     num_kv_heads: int = 1
     vocab_size: int = 384
+    image_token: int = IMAGE_TOKEN
     tied: bool = True
     bias: bool = False
     """Whether the projections of attention have biases."""
@@ -66,7 +67,7 @@ def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
     """The configuration of a small PaliGemma."""
     return PaliGemmaConfig(
         projection_dim=72,
-        image_token_index=IMAGE_TOKEN,
+        image_token_index=shape.image_token,
         tie_word_embeddings=shape.tied,
         text_config={
             "model_type": "gemma",

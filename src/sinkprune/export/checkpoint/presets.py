@@ -207,6 +207,11 @@ def _paligemma(image_size: int, vocab_size: int = 257216) -> dict[str, Any]:
     }
 
 
+def _pi0_fast() -> dict[str, Any]:
+    own = {"architectures": ["PI0FastPolicy"], "model_type": "pi0_fast", "action_dim": 7}
+    return {**_paligemma(224, vocab_size=257152), **own, "chunk_size": 50, "max_state_dim": 32}
+
+
 def _pi0() -> dict[str, Any]:
     """PaliGemma 3B of 224 pixels with an action expert of 300 M weights, as in openpi's `pi0_base`."""
     return {
@@ -265,6 +270,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     **{f"paligemma-3b-{size}": _paligemma(size) for size in (224, 448, 896)},
     "pi0": _pi0(),
+    "pi0-fast": _pi0_fast(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
 SAME_SHAPES = {

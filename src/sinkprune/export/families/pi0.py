@@ -104,7 +104,7 @@ class _Sides(TypedDict, total=False):
     width: Side | None
 
 
-class _ProcessorFields(PixelFields, total=False):
+class ProcessorFields(PixelFields, total=False):
     """Fields of transformers' PI0ImageProcessor, or those that a checkpoint of LeRobot is given."""
 
     size: _Sides | None
@@ -124,7 +124,7 @@ class Pi0(PaliGemma):
     state_in_prompt = False
     expert_graphs: Mapping[str, WriteExpert] = MappingProxyType({"expert": build_expert})
     config_fields: type = _Pi0Fields
-    processor_fields: type = _ProcessorFields
+    processor_fields: type = ProcessorFields
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
