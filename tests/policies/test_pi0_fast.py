@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_actions_follow_the_tokens(case: Callable[..., Case]) -> None:
     for wrong in (last + 1, last - len(facts.fast.pieces)):
         with pytest.raises(NumericsError, match=r"the token .* as one of FAST, which has"):
             actions_of([wrong, end], facts, tokenizer)
-    strict = facts.__class__(**{**vars(facts), "fast": facts.fast.__class__(**{**vars(facts.fast), "begins": True})})
+    strict = replace(facts, fast=replace(facts.fast, begins=True))
     check_begin = actions_of([*begin, *few, end], strict, tokenizer)[0]
     np.testing.assert_array_equal(check_begin, actions_of([*few, end], facts, tokenizer)[0])
     with pytest.raises(NumericsError, match="does not begin with 'Action:'"):

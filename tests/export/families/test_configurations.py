@@ -111,7 +111,7 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
 
 
 _PALIGEMMA = [f"paligemma-3b-{size}" for size in (224, 448, 896)]
-NOT_COUNTED = ("pi0", "pi0.5", "openvla-7b", "openvla-7b-oft")
+NOT_COUNTED = ("pi0", "pi0.5", "pi0-fast", "openvla-7b", "openvla-7b-oft")
 """Policies, which other tests count."""
 
 
