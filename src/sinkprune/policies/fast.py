@@ -48,7 +48,7 @@ def inverse_dct(coefficients: Array) -> Array:
 
 
 def _without(tokens: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Return the `tokens` without each `part` of them, also one that its removal makes."""
+    """Return the `tokens` without each `part` of them."""
     left, place = [*tokens], 0
     while part and place <= len(left) - len(part):
         if left[place : place + len(part)] == [*part]:

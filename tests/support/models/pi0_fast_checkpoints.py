@@ -85,13 +85,14 @@ def make_pi0_fast_checkpoint(folder: Path, shape: Pi0FastShape, **changes: Any) 
     source.mkdir()
     make_paligemma_checkpoint(source, replace(shape.model, vocab_size=VOCAB, image_token=VOCAB), seed=3)
     model = PaliGemmaForConditionalGeneration.from_pretrained(source, dtype=torch.float32).eval()
+    folder.mkdir()
+    fast = make_fast_tokenizer(folder / "action_tokenizer", shape.chunk, shape.width)
     with torch.no_grad():
         # Answers are tokens of FAST, and a large table would repeat the last one.
         model.lm_head.weight *= 0.1
-        model.lm_head.weight[: VOCAB - SKIP - FAST] *= 0.1
+        model.lm_head.weight[: VOCAB - SKIP - len(fast)] *= 0.1
         model.lm_head.weight[VOCAB - SKIP :] *= 0.1
     model.save_pretrained(source)
-    folder.mkdir()
     tensors = {}
     for name, own in load_file(source / "model.safetensors").items():
         # LeRobot's file has the table as its head alone.
@@ -100,7 +101,6 @@ def make_pi0_fast_checkpoint(folder: Path, shape: Pi0FastShape, **changes: Any) 
         tensors[f"model.paligemma_with_expert.paligemma.{last}"] = own
     save_file(tensors, folder / "model.safetensors")
     TOKENIZER.save_pretrained(folder)
-    make_fast_tokenizer(folder / "action_tokenizer", shape.chunk, shape.width)
     random, side = np.random.default_rng(1), shape.model.image_size
     statistics = {}
     for key, width in ((STATE, shape.state), (ACTION, shape.width)):
