@@ -143,16 +143,17 @@ def test_actions_follow_the_tokens(case: Callable[..., Case]) -> None:
         np.testing.assert_allclose(actions[0], expected, atol=1e-5)
         assert (actions.shape, found) == ((1, shape.chunk, shape.width), number)
 
-    few = (last - random.integers(0, len(facts.fast.pieces), 3)).tolist()
-    many = (last - random.integers(0, len(facts.fast.pieces), shape.most)).tolist()
+    pieces = facts.fast.pieces
+    few = (last - random.integers(0, len(pieces), 3)).tolist()
+    many = (last - random.integers(0, len(pieces), shape.most)).tolist()
     check([*begin, *few, end, 5], few, 7)
     check([*few, *begin, end], few, 7)
     check([*begin, *begin, *few, end], few, 10)
     check([*many, 5], many, shape.most)
     check([end], [], 1)
-    longest = [last - max(range(len(facts.fast.pieces)), key=lambda token: len(facts.fast.pieces[token]))] * 9
+    longest = [last - max(range(len(pieces)), key=lambda token: len(pieces[token]))] * 9
     check(longest, longest, 9)
-    for wrong in (last + 1, last - len(facts.fast.pieces)):
+    for wrong in (last + 1, last - len(pieces)):
         with pytest.raises(NumericsError, match=r"the token .* as one of FAST, which has"):
             actions_of([wrong, end], facts, tokenizer)
     strict = replace(facts, fast=replace(facts.fast, begins=True))

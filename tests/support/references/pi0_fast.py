@@ -1,4 +1,4 @@
-"""pi0-FAST in plain torch and scipy: its tokens, unpruned and with dropped tokens masked, and their actions."""
+"""pi0-FAST in plain torch and numpy: its tokens, unpruned and with dropped tokens masked, and their actions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.fftpack import idct
 from transformers import AutoTokenizer
 
 from sinkprune.contract.budgets import parse_budget, prune_layers
-from support.models.pi0_fast_checkpoints import SKIP
+from support.models.pi0_fast_checkpoints import SKIP, cosines
 from support.references.masking import Array, Sequence, embedded, masked_forward
 from support.references.reference import sanitize
 
@@ -29,7 +28,13 @@ def prompt_ids(tokenizer: Any, instruction: str, state: Array) -> list[int]:
 
 def masked_prompt(model: Any, towers: Towers, ids: list[int], budget: str | None) -> tuple[Sequence, list[list[int]]]:
     """The rows of a prompt with the tokens that the sanitizer keeps, and these tokens of each camera."""
-    rows, places, images, sources, count = [], list[int](), list[list[int]](), list[list[int]](), len(towers[0][0])
+    rows, places, images, sources, count = (
+        list[Array](),
+        list[int](),
+        list[list[int]](),
+        list[list[int]](),
+        len(towers[0][0]),
+    )
     for number, (tokens, norms, salience) in enumerate(towers):
         kept, index = tokens, list(range(count))
         if budget is not None and (options := parse_budget("pi0-fast", budget)).sanitizer:
@@ -78,5 +83,5 @@ def actions_of(
     text = fast.decode([tokenizer.vocab_size - 1 - SKIP - token for token in tokens])
     given = np.array([*map(ord, text)], float) + least
     given = np.pad(given, (0, max(0, chunk * width - len(given))))[: chunk * width]
-    actions: Array = idct(given.reshape(chunk, width) / scale, axis=0, norm="ortho")
+    actions: Array = np.linalg.solve(cosines(chunk), given.reshape(chunk, width) / scale)
     return actions
