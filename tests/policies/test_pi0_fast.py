@@ -148,7 +148,7 @@ def test_actions_follow_the_tokens(case: Callable[..., Case]) -> None:
     many = (last - random.integers(0, len(pieces), shape.most)).tolist()
     check([*begin, *few, end, 5], few, 7)
     check([*few, *begin, end], few, 7)
-    check([*begin, *begin, *few, end], few, 10)
+    check([*begin, *begin, *few, end], few, 9)
     check([*many, 5], many, shape.most)
     check([end], [], 1)
     longest = [last - max(range(len(pieces)), key=lambda token: len(pieces[token]))] * 9

@@ -103,8 +103,9 @@ def make_pi0_fast_checkpoint(folder: Path, shape: Pi0FastShape, **changes: Any) 
     tensors = {}
     for name, own in load_file(source / "model.safetensors").items():
         # LeRobot's file has the table as its head alone.
-        last = "lm_head.weight" if "embed_tokens" in name else name
+        last = name.replace("language_model.model.", "language_model.")
         last = last.replace("vision_tower.", "vision_tower.vision_model.")
+        last = "lm_head.weight" if "embed_tokens" in name else f"model.{last}"
         tensors[f"model.paligemma_with_expert.paligemma.{last}"] = own
     save_file(tensors, folder / "model.safetensors")
     TOKENIZER.save_pretrained(folder)
