@@ -217,7 +217,7 @@ class _ConfigurationFiles:
             content = read(source, folder, config, options)
             self._read, self.parts = {**self._read, **content.files}, content.parts
         own = {"unnorm_key", "chunk", "bounds"} if reader else set[str]()
-        own |= {"action_tokenizer"} if config.get("type") == "pi0_fast" else set()
+        own |= {"action_tokenizer"} if self._lerobot else set()
         if unread := {name for name, value in options._asdict().items() if value is not None} - own:
             raise UsageError(
                 f"--{min(unread).replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's or "

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from sinkprune.contract.checks import Bounds, format_value
-from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Number, Side
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import (
@@ -240,7 +240,7 @@ def translated_files(
 ) -> dict[str, dict[str, Any]]:
     """Return the JSON files of transformers' form for a folder with LeRobot's `config`; raises `CheckpointError`.
 
-    `action_tokenizer` is a local folder or a hub name with the FAST tokenizer, for pi0-FAST.
+    `action_tokenizer` is a local folder or a hub name with the FAST tokenizer, for pi0-FAST; `UsageError` for others.
     """
     known = _read(source, config)
     pixels, policy = lerobot_pixels(_side(source, known)), _policy(source, folder, known)
@@ -251,6 +251,8 @@ def translated_files(
 
         own = _step_of(folder, _ACTIONS).get("artifacts", {}).get("action_tokenizer_name")
         policy["fast"] = fast_settings(source, folder, known, own, action_tokenizer)
+    elif action_tokenizer:
+        raise UsageError(f"--action-tokenizer is for pi0-FAST, and '{source}' is none. Leave it out.")
     return {
         "config.json": translated_config(source, config),
         "preprocessor_config.json": pixels,
