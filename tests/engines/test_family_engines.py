@@ -27,6 +27,7 @@ from support.models.heads_of_64 import (
     NEXT_CONFIG,
     OFT_CONFIG,
     OPENVLA_CONFIG,
+    PALIGEMMA_CONFIG,
     PI0_CONFIG,
     PI05_CONFIG,
     QWEN2_CONFIG,
@@ -104,6 +105,11 @@ FAMILIES = {
         {"budgets": CLIPS[:1], "max_frames": 8, "max_pixels": 491520},
         {"decoder_0 decode deepstack": Range((1, 1, 384), (1, 1, 384), (1, 2, 384))},
     ),
+    "paligemma": Family(
+        PALIGEMMA_CONFIG,
+        {"budgets": QWEN},
+        {"decoder_0 prefill hidden": Range((1, 1, 256), (1, 128 + 64, 256), (1, 256 + 512, 256))},
+    ),
     "pi0": Family(
         PI0_CONFIG,
         {"budgets": QWEN, "max_images": 3},
@@ -145,9 +151,8 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
     outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
-    small = graphs_of(bundle.manifest)
-    assert set(built) - {COLUMNS_FIRST, ROWS_FIRST} == {*bundle.manifest.graphs, *small}
-    assert ("projector" in built) == family.startswith(("llava", "pi0", "internvl", "openvla"))
+    assert set(built) - {COLUMNS_FIRST, ROWS_FIRST, *graphs_of(bundle.manifest)} == set(bundle.manifest.graphs)
+    assert ("projector" in built) == family.startswith(("llava", "pi0", "internvl", "openvla", "paligemma"))
     decoders = [graph for graph in built if graph.startswith("decoder_")]
     with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["prefill"]]
     assert with_deepstack == (["decoder_0"] if family == "qwen3-vl" else [])

@@ -28,17 +28,17 @@ from sinkprune.runtime.steps.decoding import Kept, Prefill
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
-def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:
+def received_by_head(query: Array, key: Array, rows: PromptRows, *, both_ways: bool | None) -> Array:
     """Return [H,V]: the attention of each head's queries [1,H,S,h] to keys [1,Hkv,S,h], after RoPE.
 
     A softmax over visible keys, then the mean over text rows. Without text after the last picture, the last row
-    stands for it.
+    stands for it. With `both_ways` all keys are visible.
     """
     text = rows.text if len(rows.text) else np.array([rows.length - 1])
     query, key = query[0][:, text], key[0]
     heads, _, size = query.shape
     received = np.zeros((heads, key.shape[1]))
-    hidden = np.arange(key.shape[1]) > text[:, None]
+    hidden = (np.arange(key.shape[1]) > text[:, None]) & (not both_ways)
     for head in range(heads):
         logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
         logits[hidden] = -np.inf
@@ -283,7 +283,9 @@ def choose_heads(
             for number, layer in enumerate(manifest.cut_after):
                 if layer in wanted:
                     query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
-                    looks.setdefault(str(layer), []).append(received_by_head(query, key, watch.rows))
+                    looks.setdefault(str(layer), []).append(
+                        received_by_head(query, key, watch.rows, both_ways=manifest.both_ways)
+                    )
             count()
         for name, own in looks.items():
             total[name] = total.get(name, np.zeros(1)) + question_dependence(np.stack(own))

@@ -352,6 +352,9 @@ class Manifest:
     """Plans by method, then by budget."""
     graphs: dict[str, GraphSpec]
     files: dict[str, FileSpec]
+    both_ways: bool | None = field(default=None, metadata=OPTIONAL)
+    """Whether a row of the prompt sees all rows of it, and not only earlier ones. A row of an answer sees those
+    before it, so rows of an answer run one at a time."""
     policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
     """Facts of a robot policy; None for a model that answers."""
     repetition_penalty: RepetitionPenalty | None = field(default=None, metadata=OPTIONAL)
@@ -390,7 +393,7 @@ class Manifest:
     @property
     def decodes(self) -> bool:
         """Return whether tokens are decoded: those of an answer, or of a policy's actions."""
-        return self.policy is None or self.policy.tokens is not None
+        return self.policy is None or self.policy.new_tokens > 0
 
     @property
     def segments(self) -> tuple[range, ...]:

@@ -67,12 +67,34 @@ class ActionTokens:
 
 
 @dataclass(frozen=True)
+class FastTokens:
+    """Tokens that become a chunk by FAST (pi0-FAST, arXiv 2501.09747). They are decoded greedily up to the token `|`.
+
+    They are bytes of a text, whose characters are coefficients of a discrete cosine transform.
+    """
+
+    most: Few
+    """The most tokens that are decoded."""
+    skip: Count
+    """The tokens of the vocabulary after those of FAST. Token 0 of FAST is the last one before them."""
+    scale: Annotated[float, Bounds(1e-6, 1e6)]
+    """What coefficients are divided by."""
+    min_token: Annotated[int, Bounds(-(1 << 20), 1 << 20)]
+    """The coefficient of the character 0."""
+    pieces: tuple[Annotated[str, Bounds(0, 1 << 16)], ...]
+    """The bytes of each token of FAST, in hexadecimal digits. Empty for random weights, whose chunks are zeros."""
+    begins: bool
+    """Whether tokens that do not begin with `Action:` are an error."""
+
+
+@dataclass(frozen=True)
 class PolicyFacts:
     """Facts of a robot policy. An action expert reads the decoder's caches (pi0, arXiv 2410.24164), a head reads its
     last rows, or tokens become actions."""
 
     expert: LanguageModel | None
-    """The action expert, with the decoder's layers, key-value heads and `head_dim`. None with `rows` or `tokens`."""
+    """The action expert, with the decoder's layers, key-value heads and `head_dim`. None with `rows`, `tokens` or
+    `fast`."""
     chunk: Few
     """The number of actions of a chunk."""
     state_dim: Annotated[int, Bounds(0, 1 << 14)]
@@ -115,6 +137,8 @@ class PolicyFacts:
     """The rows that become actions, if any."""
     tokens: ActionTokens | None = field(default=None, metadata=OPTIONAL)
     """The tokens that become actions, if any."""
+    fast: FastTokens | None = field(default=None, metadata=OPTIONAL)
+    """The tokens that become a chunk, if any."""
     prompt_end: Count | None = field(default=None, metadata=OPTIONAL)
     """The token at the end of every prompt's text, which is added to texts without; None for none."""
     lowercase: bool | None = field(default=None, metadata=OPTIONAL)
@@ -139,8 +163,8 @@ class PolicyFacts:
 
     @property
     def new_tokens(self) -> int:
-        """The tokens that are decoded for a chunk."""
-        return self.action_dim if self.tokens else 0
+        """The most tokens that are decoded for a chunk."""
+        return self.fast.most if self.fast else self.action_dim if self.tokens else 0
 
     @property
     def denoiser(self) -> LanguageModel:

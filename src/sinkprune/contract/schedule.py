@@ -200,17 +200,23 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
     return 2 * (projections + attention + mlp)
 
 
-def policy_flops(manifest: Manifest, tokens_per_layer: Sequence[int]) -> tuple[int, int]:
-    """Return the FLOPs of a policy's prompt, and of one denoising step, of the action head or of all tokens."""
+def policy_flops(
+    manifest: Manifest, tokens_per_layer: Sequence[int], new_tokens: int | None = None
+) -> tuple[int, int]:
+    """Return the FLOPs of a policy's prompt, and of one denoising step, of the action head or of all new tokens.
+
+    `new_tokens` are those of a chunk; None means the most.
+    """
     model, policy = manifest.language_model, manifest.acting
     if policy.expert is not None:
         return prefix_flops(model, tokens_per_layer), expert_flops(policy, tokens_per_layer)
     step = head_flops(policy, model.hidden_size)
-    if policy.tokens is not None:
+    if manifest.decodes:
+        count = policy.new_tokens if new_tokens is None else new_tokens
         pairs = sum(tokens_per_layer) * 2 * 2 * model.num_heads * model.head_dim
-        step = policy.action_dim * 2 * model.hidden_size * model.vocab_size
+        step = count * 2 * model.hidden_size * model.vocab_size
         # The prompt gives the first token.
-        step += (policy.action_dim - 1) * (model.num_layers * layer_flops(model, 1) + pairs)
+        step += (count - 1) * (model.num_layers * layer_flops(model, 1) + pairs)
     return prefill_flops(model, tokens_per_layer), step
 
 

@@ -130,6 +130,7 @@ def export_bundle(
                 plans=plans,
                 graphs=graphs,
                 files=file_specs(root, progress=progress),
+                both_ways=not family.causal or None,
                 policy=source.policy,
                 repetition_penalty=None if source.policy else text.repetition_penalty,
             )

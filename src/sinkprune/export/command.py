@@ -288,6 +288,11 @@ def _parser() -> CommandParser:
         help="OpenVLA-OFT: the statistics that become -1 and 1 (default: those of LIBERO, BRIDGE or ALOHA)",
     )
     add(
+        "--action-tokenizer",
+        metavar="FOLDER",
+        help="pi0-FAST: a local folder or a hub name with the FAST tokenizer, such as lerobot/fast-action-tokenizer",
+    )
+    add(
         "--heads",
         type=Path,
         metavar="FILE.json",

@@ -90,6 +90,8 @@ class ExportRequest:
     """The number of actions of a chunk, where no file of the checkpoint has it. None means the usual one."""
     bounds: str | None = None
     """The statistics that become -1 and 1 where no file names them: `q01-q99` or `min-max`. None means the usual."""
+    action_tokenizer: str | None = None
+    """A local folder or a hub name with the FAST tokenizer, which pi0-FAST needs."""
     heads: ChosenHeads | None = None
     """The attention heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`, which need them; else None."""
 
@@ -104,7 +106,9 @@ class ExportRequest:
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
         if self.random_weights and any(self.policy_options):
-            raise UsageError("random weights have no statistics: leave out --unnorm-key, --chunk and --bounds.")
+            raise UsageError(
+                "random weights have no statistics: leave out --unnorm-key, --chunk, --bounds and --action-tokenizer."
+            )
         if self.heads is not None:
             self.heads.check_read_by(self.methods)
         if self.max_images is not None:
@@ -205,17 +209,19 @@ class _ConfigurationFiles:
         if self._lerobot:
             from sinkprune.export.checkpoint.lerobot import translated_files
 
-            self._read = translated_files(source, folder, config)
+            self._read = translated_files(source, folder, config, options.action_tokenizer)
         kinds = {row.model_type: row.folder for row in FAMILIES.values() if row.folder}
         reader = kinds.get(str(config.get("model_type")))
         if reader is not None:
             read: ReadFolder = load_object(reader)
             content = read(source, folder, config, options)
             self._read, self.parts = {**self._read, **content.files}, content.parts
-        elif given := [name for name, value in options._asdict().items() if value is not None]:
+        own = {"unnorm_key", "chunk", "bounds"} if reader else set[str]()
+        own |= {"action_tokenizer"} if self._lerobot else set()
+        if unread := {name for name, value in options._asdict().items() if value is not None} - own:
             raise UsageError(
-                f"--{given[0].replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's, and "
-                f"'{source}' is none. Leave it out."
+                f"--{min(unread).replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's or "
+                f"pi0-FAST's, and '{source}' is none. Leave it out."
             )
 
     def __contains__(self, name: object) -> bool:

@@ -397,7 +397,7 @@ def _budget_fit(
     here = need(prompt + new)
     cache = cache_bytes(stored, planned, prompt)
     step = decode_bytes(stored, cache)
-    if stored.policy and not stored.policy.tokens:
+    if stored.policy and not stored.decodes:
         step = stored.weight_bytes(stored.last_graph) + cache * stored.reads_caches
     elif stored.policy:
         step *= stored.policy.new_tokens - 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
+from sinkprune.runtime.text.answer_tokens import check_finite
 from sinkprune.runtime.text.prompt import Prompt
 
 _NOT_FINITE = (
@@ -170,24 +172,31 @@ def read_rows(chain: Chain, run: PromptRun, clock: Stopwatch) -> Array:
     return np.array(chain.backend.numpy(actions))
 
 
+def greedy_tokens(model: LoadedModel, run: PromptRun) -> Iterator[int]:
+    """Yield the likeliest tokens after a prompt, each when it is asked for; raises `NumericsError`."""
+    chain = model.chain
+    logits = chain.last({"hidden": run.prefilled.hidden})["logits"]
+    while True:
+        values = chain.backend.numpy(logits)[0]
+        check_finite(values)
+        yield (token := int(np.argmax(values)))
+        logits = decode_one_token(chain, run.prefilled.cache, model.embedding([token])[0])
+
+
 def decode_actions(model: LoadedModel, kind: ActionTokens, numbers: int, run: PromptRun, clock: Stopwatch) -> Array:
     """Return an action [1,1,numbers] fp32 of greedy tokens. A higher token is a lower value, and others are ends.
 
     Raises `NumericsError` for a token that ends the answer before the action is complete.
     """
-    chain, tokens = model.chain, list[int]()
+    tokens = list[int]()
     with clock.measure("step_0"):
-        logits = chain.last({"hidden": run.prefilled.hidden})["logits"]
-        for left in reversed(range(numbers)):
-            token = int(np.argmax(chain.backend.numpy(logits)[0]))
+        for token in islice(greedy_tokens(model, run), numbers):
             if token == kind.stop:
                 raise NumericsError(
                     f"the policy ended its answer after {len(tokens)} of {numbers} tokens of an action, so there is "
                     "no action. Give a frame and an instruction like those of its training, or a larger budget."
                 )
             tokens.append(token)
-            if left:
-                logits = decode_one_token(chain, run.prefilled.cache, model.embedding([token])[0])
     edges = np.linspace(-1, 1, kind.edges)
     centres = (edges[:-1] + edges[1:]) / 2
     return centres[np.clip(kind.end - np.array(tokens) - 1, 0, len(centres) - 1)].astype(np.float32)[None, None]
@@ -263,13 +272,19 @@ def run_chunk(
     def question_of(plan: Plan | None) -> list[int]:
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
 
+    new_tokens: int | None = None
     with clock.measure("latency"), chain.backend.turn:
         if policy.rows is not None:
             model = model._replace(
                 embedding=model.embedding.with_rows(own_rows(model, policy.rows, observation.state))
             )
         run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock, policy.new_tokens)
-        if policy.tokens is not None:
+        if policy.fast is not None:
+            from sinkprune.policies.fast import actions_of
+
+            with clock.measure("step_0"):
+                actions, new_tokens = actions_of(greedy_tokens(model, run), policy, model.prompts.tokenizer)
+        elif policy.tokens is not None:
             actions = decode_actions(model, policy.tokens, policy.action_dim, run, clock)
         elif policy.expert is None:
             actions = read_rows(chain, run, clock)
@@ -297,7 +312,9 @@ def run_chunk(
         tokens_per_layer=report.tokens_per_layer,
         ms=by_part(ms, sum(step_ms)),
         step_ms=step_ms,
-        flops=chunk_flops(manifest, budgets.steps, run.prefilled.schedule.rows, run.layouts, rows_per_layer),
+        flops=chunk_flops(
+            manifest, budgets.steps, run.prefilled.schedule.rows, run.layouts, rows_per_layer, new_tokens
+        ),
         images=report.images,
         camera_names=observation.camera_names,
     )

@@ -110,10 +110,18 @@ def by_part(ms: Mapping[str, float], expert: float) -> dict[str, float]:
 
 
 def chunk_flops(
-    manifest: Manifest, steps: int, rows: int, layouts: Sequence[VisualLayout], lengths: Sequence[int]
+    manifest: Manifest,
+    steps: int,
+    rows: int,
+    layouts: Sequence[VisualLayout],
+    lengths: Sequence[int],
+    new_tokens: int | None,
 ) -> ActionFlops:
-    """Return the FLOPs of a chunk: `rows` visual tokens go into the decoder, whose layers run on `lengths` tokens."""
-    prefix, step = policy_flops(manifest, lengths)
+    """Return the FLOPs of a chunk: `rows` visual tokens go into the decoder, whose layers run on `lengths` tokens.
+
+    `new_tokens` are decoded after them; None means the most.
+    """
+    prefix, step = policy_flops(manifest, lengths, new_tokens)
     return ActionFlops(
         tower=sum(layout.tower_flops for layout in layouts),
         projector=rows * layouts[0].projector_flops,

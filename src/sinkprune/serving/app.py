@@ -37,7 +37,7 @@ from sinkprune.serving.page import Metrics, page_endpoint
 from sinkprune.serving.picture_urls import MOST_REMOTE_BYTES, PictureReader, fetch_https
 from sinkprune.serving.responses import Completion, FileNotes, TokenLogprobs, event
 from sinkprune.serving.scheduler import Job, Scheduler
-from sinkprune.serving.sessions import Session
+from sinkprune.serving.sessions import Session, why_no_sessions
 
 # Each has a thread and a connection.
 _FETCHED_AT_ONCE = 16
@@ -89,8 +89,7 @@ def new_app(pipeline: Pipeline, options: Options) -> Starlette:
 class _Server:
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
         self._options, self._pipeline = options, pipeline
-        # TensorRT engines of opset20 take no new rows after earlier ones.
-        self._session = Session(pipeline, options.session_bytes) if pipeline.backend.resumes else None
+        self._session = None if why_no_sessions(pipeline) else Session(pipeline, options.session_bytes)
         answering = self._session or pipeline
         self._reader = ChatReader(
             options.name, options.budget, options.method, pipeline, PictureReader(pipeline.family, None)

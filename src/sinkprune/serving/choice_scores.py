@@ -131,7 +131,7 @@ def score_choices(
         ]
     lengths, positions = cache.lengths, [*cache.next_positions]
     for number, tokens in enumerate(passes, 1):
-        own, at_once = cache, _AT_ONCE if chain.backend.resumes else 1
+        own, at_once = cache, _AT_ONCE if chain.resumes else 1
         begun: Sequence[int] = range(len(choices.ids))
         for start in range(0, len(tokens), at_once):
             since = time.perf_counter()

@@ -29,7 +29,7 @@ from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, DEFAULT_NEW_TOKENS
 from sinkprune.serving.callers import host_name, origin
-from sinkprune.serving.sessions import MAX_BYTES
+from sinkprune.serving.sessions import MAX_BYTES, why_no_sessions
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -159,11 +159,8 @@ def load_app(options: Options, bundle: Bundle) -> Starlette:
             f"note: of a picture of {usual.size[0]}x{usual.size[1]} pixels, {seen_part(usual)}. Each response has "
             "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md)."
         )
-    if options.session_bytes and not pipeline.backend.resumes:
-        log(
-            f"note: nothing is kept between requests (--session-mb), because engines of dialect opset20 on "
-            f"'{pipeline.backend.name}' take no new rows after earlier ones."
-        )
+    if options.session_bytes and (reason := why_no_sessions(pipeline)):
+        log(f"note: nothing is kept between requests (--session-mb), because {reason}.")
     app: Starlette = _import_app().new_app(pipeline, options)
     return app
 

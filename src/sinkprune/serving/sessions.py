@@ -312,6 +312,18 @@ class SessionRows(Rows):
         self._cache.put(self._lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)
 
 
+def why_no_sessions(pipeline: Pipeline) -> str:
+    """Return why requests to a pipeline cannot share rows; "" where they can."""
+    if pipeline.bundle.manifest.both_ways:
+        return f"in family '{pipeline.bundle.manifest.family}' all rows of a prompt see its question"
+    if not pipeline.chain.resumes:
+        return (
+            f"engines of dialect opset20 on '{pipeline.backend.name}' take no new rows after earlier ones: export "
+            "with --dialect opset24 and build again"
+        )
+    return ""
+
+
 class Session(StaysInProcess, Answering):
     """Answers requests with a pipeline, and remembers what later requests about the same pictures need again.
 
@@ -333,16 +345,12 @@ class Session(StaysInProcess, Answering):
     def __init__(self, pipeline: Pipeline, max_bytes: int = MAX_BYTES) -> None:
         """Start with an empty memory of at most `max_bytes`. What was used least recently is dropped first.
 
-        Raises `UsageError` for a wrong size and for TensorRT engines of dialect opset20, and `TypeError` for what is
-        no `Pipeline`.
+        Raises `UsageError` for a wrong size and for what `why_no_sessions` names, and `TypeError` for what is no
+        `Pipeline`.
         """
         check_type("pipeline", pipeline, (Pipeline,), "a Pipeline, as in Session(Pipeline.load('llava-7b'))")
-        if not pipeline.backend.resumes:
-            raise UsageError(
-                f"sessions need engines that take new rows after earlier ones, and those of dialect opset20 on "
-                f"'{pipeline.backend.name}' do not. Use the pipeline without a session, or export with --dialect "
-                "opset24 and build again."
-            )
+        if reason := why_no_sessions(pipeline):
+            raise UsageError(f"sessions need rows that no later row changes, and {reason}. Use the pipeline alone.")
         self.pipeline, self._prefixes = pipeline, PrefixCache(_BYTES.check(max_bytes))
 
     @property

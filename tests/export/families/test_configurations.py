@@ -46,6 +46,14 @@ FACTS: dict[str, dict[str, Any]] = {
         "visual_width": 4096,
     },
     "internvl3.5-1b": {"language_model.head_dim": 128, "vision.num_blocks": 24, "image_token": 151671},
+    "paligemma-3b-224": {
+        "language_model.head_dim": 256,
+        "causal": False,
+        "vision.tokens": 256,
+        "vision.salience_block": 25,
+        "embedding_scale": 2048**0.5,
+    },
+    "paligemma-3b-448": {"vision.tokens": 1024, "image_token": 257152},
     "llava-next-7b": {"language_model.rope_theta": 1e4, "language_model.num_kv_heads": 32, "most_groups": 5},
     "llava-next-mistral-7b": {"language_model.rope_theta": 1e6, "language_model.num_kv_heads": 8, "most_groups": 5},
     "qwen2-vl-7b": {
@@ -86,6 +94,7 @@ def test_a_published_configuration_is_its_preset(name: str) -> None:
     ("name", "tokens", "settings"),
     [
         ("internvl3-1b", 256, {"max_patches": 12, "image_mean": [0.485, 0.456, 0.406]}),
+        ("paligemma-3b-448", 1024, {"do_resize": True, "do_center_crop": False, "image_mean": [0.5] * 3}),
         ("llava-next-mistral-7b", 576, {"image_grid_pinpoints": PINPOINTS}),
         ("qwen2.5-vl-7b", 16384, {"min_pixels": 56 * 56}),
         ("qwen3-vl-2b", 16384, {"min_pixels": 256**2, "max_pixels": 4096**2, "image_mean": [0.5] * 3}),
@@ -101,7 +110,8 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
         assert known == read_family("preset", PRESETS[name]).processor({})
 
 
-NOT_COUNTED = ("pi0", "pi0.5", "openvla-7b", "openvla-7b-oft")
+_PALIGEMMA = [f"paligemma-3b-{size}" for size in (224, 448, 896)]
+NOT_COUNTED = ("pi0", "pi0.5", "pi0-fast", "openvla-7b", "openvla-7b-oft")
 """Policies, which other tests count."""
 
 
@@ -110,7 +120,7 @@ NOT_COUNTED = ("pi0", "pi0.5", "openvla-7b", "openvla-7b-oft")
     [
         name
         for name in (*PRESETS, "qwen2.5-vl-72b")
-        if name not in (*NOT_COUNTED, *SAME_SHAPES, "llava-1.1b", "llava-1.5-13b")
+        if name not in (*NOT_COUNTED, *SAME_SHAPES, "llava-1.1b", "llava-1.5-13b", *_PALIGEMMA[:2])
     ],
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
@@ -119,7 +129,8 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
         own = AutoConfig.for_model(**copy.deepcopy(config))
         model = AutoModelForImageTextToText.from_config(own)
     # The graphs of CLIP towers leave out what comes after the feature layer.
-    unused = ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")
+    clip = ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")
+    unused = clip if name.startswith("llava") else ()
     used = [p.numel() for n, p in model.named_parameters() if not any(part in n for part in unused)]
     family = read_family(name, config)
     lm = family.language_model
@@ -208,6 +219,8 @@ def test_a_sliding_window_is_the_most_positions() -> None:
         ("internvl3-1b", ("downsample_ratio",), 0.3, "downsample_ratio is 1 over a divisor of 32.*; found 0.3"),
         ("internvl3-1b", ("vision_feature_layer",), -2, "vision_feature_layer is -2, expected -1"),
         ("internvl3-1b", ("vision_feature_select_strategy",), "full", "select_strategy is 'full', expected default"),
+        ("paligemma-3b-448", (TEXT, "model_type"), "gemma2", "it is PaliGemma 2, whose decoder is Gemma 2"),
+        ("paligemma-3b-448", ("projection_dim",), 1024, "vision_config.projection_dim is 1024, expected 2048"),
         ("llava-1.5-7b", (TEXT, "model_type"), "granite", "model_type is 'granite', expected llama or mistral"),
         ("llava-1.5-7b", (TEXT, "rope_parameters"), DYNAMIC, "rope_type is 'dynamic', expected default or linear"),
         ("llava-1.5-7b", (TEXT,), {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
@@ -253,6 +266,8 @@ def test_what_the_graphs_do_not_compute_is_rejected(name: str, place: Any, value
             )
             for own in ({"do_sample_frames": True}, {"resample": 2}, {"do_center_crop": True})
         ),
+        ("paligemma-3b-448", {"image_seq_length": 256}, "image_seq_length is 256, expected 1024"),
+        ("paligemma-3b-448", {"size": {"height": 224, "width": 224}}, "size is .*224.*, expected .*448"),
         ("llava-next-mistral-7b", {"image_processor_type": "CLIPImageProcessor"}, "expected LlavaNextImageProcessor"),
         ("llava-next-mistral-7b", {"size": {"shortest_edge": 224}}, "shows the whole image at .*224.*, expected 336"),
         ("llava-next-mistral-7b", {"image_grid_pinpoints": PINPOINTS[:2]}, "pinpoints .* do not belong together"),

@@ -21,7 +21,13 @@ from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import every_method
 from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
-from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
+from support.models.small_models import (
+    CLIPS_IN_ONE_PIECE,
+    INTERNVL_SHAPES,
+    NEXT_SHAPES,
+    PALIGEMMA_SHAPES,
+    QWEN_SHAPES,
+)
 from support.programs.slow_cases import each_once, every, slow, slow_except
 from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
 from support.references.pruned_prompts import prompt_rows, sanitized
@@ -54,6 +60,8 @@ QWEN_CASES = [
     for layer, budget in enumerate(QWEN_BUDGETS)
     if ((row + column + layer) % 3 == 0 if shape.kind != "qwen3_vl" else size == (300, 700) or budget == "prune-66.7")
 ]
+# 64 and 49 visual tokens. Rows of the prompt see later rows.
+PALIGEMMA_CASES = each_once(PALIGEMMA_SHAPES, [(200, 150)], QWEN_BUDGETS)
 # Sanitised together and apart, and a stamp of time in front of each pair of frames
 STAMPED = [("qwen3-vl", budget) for budget in VIDEO_BUDGETS]
 CLIPS = [*each_once(CLIPS_IN_ONE_PIECE, VIDEO_BUDGETS), *slow_except({STAMPED[0], STAMPED[3], STAMPED[4]}, STAMPED)]
@@ -115,8 +123,8 @@ def test_tiles_are_pruned_apart(
     assert_equals_masked(model(name), pipe, photo.resize(size), budget, groups)
 
 
-@pytest.mark.parametrize(("name", "size", "budget"), every(4, QWEN_CASES))
-def test_images_of_any_size(
+@pytest.mark.parametrize(("name", "size", "budget"), [*every(4, QWEN_CASES), *PALIGEMMA_CASES])
+def test_images_in_one_group(
     name: str,
     size: tuple[int, int],
     budget: str,

@@ -17,7 +17,13 @@ from transformers import AutoTokenizer
 
 from sinkprune import Clip, Pipeline
 from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
-from support.models.small_models import CLIPS_IN_ONE_PIECE, INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES
+from support.models.small_models import (
+    CLIPS_IN_ONE_PIECE,
+    INTERNVL_SHAPES,
+    NEXT_SHAPES,
+    PALIGEMMA_SHAPES,
+    QWEN_SHAPES,
+)
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, ask
@@ -30,6 +36,7 @@ IMAGES = [
     *each_once(QWEN_SHAPES, [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]),
     # A single tile where it may be one, two by two, a row of the most tiles, a column
     *each_once(INTERNVL_SHAPES, [(30, 30), (700, 700), (1300, 200), (90, 500)]),
+    *((name, (300, 170)) for name in PALIGEMMA_SHAPES),
 ]
 CLIPS = [
     *((name, 2) for name in CLIPS_IN_ONE_PIECE),

@@ -149,6 +149,7 @@ PI0_CONFIG: dict[str, Any] = {
     "dit_config": {**_GEMMA, "hidden_size": 128, "intermediate_size": 192},
     "chunk_size": 10,
 }
+PALIGEMMA_CONFIG: dict[str, Any] = PI0_CONFIG["vlm_config"]
 # The code of OpenVLA names tokens of Llama's vocabulary. SigLIP's heads are 72, as in the real model.
 OPENVLA_CONFIG: dict[str, Any] = {
     **PRESETS["openvla-7b"],

@@ -101,14 +101,14 @@ def write_lerobot_checkpoint(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value != "-"}))
-    _write_pipelines(folder, kind, {**features, **state, **action}, mapping, statistics)
+    write_pipelines(folder, kind, {**features, **state, **action}, mapping, statistics)
     for name in TOKENIZER_FILES if tokenizer else ():
         if (source / name).exists():
             shutil.copy(source / name, folder)
     return folder
 
 
-def _write_pipelines(
+def write_pipelines(
     folder: Path,
     kind: str,
     features: Mapping[str, Any],
@@ -116,7 +116,7 @@ def _write_pipelines(
     statistics: Mapping[str, Mapping[str, Array]],
 ) -> None:
     """Write policy_preprocessor.json and policy_postprocessor.json with their tensors."""
-    prompt = "pi0_new_line_processor" if kind == "pi0" else "pi05_prepare_state_tokenizer_processor_step"
+    prompt, in_prompt = lerobot._PROMPTS[kind], kind != "pi0"
     normaliser = {"eps": 1e-8, "features": features, "norm_map": mapping}
     before: list[dict[str, Any]] = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
@@ -124,15 +124,17 @@ def _write_pipelines(
         {"registry_name": prompt, "config": {}},
         {
             "registry_name": "tokenizer_processor",
-            "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 200 if kind == "pi05" else 48},
+            "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 200 if in_prompt else 48},
         },
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
         {"registry_name": "relative_actions_processor", "config": {"enabled": False, "exclude_joints": ["gripper"]}},
     ]
-    # pi0.5 writes the normalised state into the prompt.
-    before.insert(
-        2 if kind == "pi05" else len(before), {"registry_name": "normalizer_processor", "config": normaliser}
-    )
+    if kind == "pi0_fast":
+        settings = {"trust_remote_code": True, "max_action_tokens": 256, "fast_skip_tokens": 4}
+        own = {"action_tokenizer_name": "action_tokenizer"}
+        before.insert(4, {"registry_name": "action_tokenizer_processor", "config": settings, "artifacts": own})
+    # The others write the normalised state into the prompt.
+    before.insert(2 if in_prompt else len(before), {"registry_name": "normalizer_processor", "config": normaliser})
     after: list[dict[str, Any]] = [
         {"registry_name": "unnormalizer_processor", "config": normaliser},
         {"registry_name": "absolute_actions_processor", "config": {"enabled": False}},

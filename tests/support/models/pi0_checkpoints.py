@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,14 +115,19 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
     )
 
 
-def pi0_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of Gemma's kind: metaspace without a prefix, byte fallback, BOS in front."""
+def pi0_tokenizer(
+    vocab_size: int = VOCAB, words: Sequence[str] = (), merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of Gemma's kind: metaspace without a prefix, byte fallback, BOS in front.
+
+    `words` are further tokens, which may be `merges` of others.
+    """
     byte_tokens = {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **byte_tokens}
-    letters = "▁abcdefghijklmnopqrstuvwxyz.,"
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz.,", *words]
     vocabulary |= {letter: 260 + place for place, letter in enumerate(letters)}
-    vocabulary |= {f"▁filler{number}": number for number in range(260 + len(letters), VOCAB)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    vocabulary |= {f"▁filler{number}": number for number in range(260 + len(letters), vocab_size)}
+    backend = Tokenizer(models.BPE(vocabulary, [*merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens(

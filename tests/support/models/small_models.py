@@ -8,6 +8,7 @@ from pathlib import Path
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
+from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
 from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
 from support.models.pi05_checkpoints import make_pi05_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
@@ -85,6 +86,13 @@ INTERNVL_SHAPES = {
         tiles=(2, 6),
     ),
 }
+PALIGEMMA_SHAPES = {
+    "paligemma": PaliGemmaShape(),
+    # The image token follows the table, and the head has weights of its own, in no published checkpoint.
+    "paligemma-odd": PaliGemmaShape(
+        image_size=98, num_layers=7, num_heads=6, num_kv_heads=3, vocab_size=320, tied=False, bias=True
+    ),
+}
 OPENVLA_SHAPES = {
     "openvla-oft": OpenVlaShape(),
     # BRIDGE's numbers.
@@ -110,6 +118,8 @@ def make_small_model(name: str, folder: Path) -> None:
         make_pi05_checkpoint(folder, PI05_SHAPES[name])
     elif name in INTERNVL_SHAPES:
         make_internvl_checkpoint(folder, INTERNVL_SHAPES[name])
+    elif name in PALIGEMMA_SHAPES:
+        make_paligemma_checkpoint(folder, PALIGEMMA_SHAPES[name])
     elif name in (openvla := {**OPENVLA_SHAPES, **OPENVLA_TOKEN_SHAPES}):
         make_openvla_checkpoint(folder, openvla[name])
     elif name in NEXT_SHAPES:

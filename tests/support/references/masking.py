@@ -32,6 +32,8 @@ class Sequence:
     family: str = "llava"
     images: list[list[int]] | None = None
     """The visual rows of each image; all are of one where None."""
+    both_ways: bool = False
+    """Whether each row of the prefill sees all rows of it."""
     deepstack: Array | None = None
     """[sets,V,d]: what each of the first layers adds to the visual rows."""
 
@@ -74,6 +76,8 @@ def masked_forward(
     visible = torch.ones(len(rows), dtype=torch.bool)
     positions = _positions(sequence, len(rows) - prefilled)
     causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    if sequence.both_ways:
+        causal[:prefilled, :prefilled] = True
     result = Masked(np.zeros(0))
     for number, layer in enumerate(llama.layers):
         mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
@@ -94,6 +98,7 @@ def masked_forward(
                 asking(hidden[0, alive].numpy(), visual, text),
                 visual_keys=options.scores_over == "visual_keys",
                 heads=heads.get(number),
+                causal=not sequence.both_ways,
             )
             quota, kept = stages[number], set(range(len(alive)))
             images = [sequence.visual] if sequence.images is None else sequence.images
@@ -164,5 +169,5 @@ def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Arr
 @torch.no_grad()
 def embedded(model: Any, ids: list[int]) -> Array:
     """Rows of the embedding table."""
-    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids)).numpy()
+    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids, dtype=torch.int64)).numpy()
     return rows

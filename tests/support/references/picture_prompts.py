@@ -17,8 +17,10 @@ from transformers import (
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
     LlavaProcessor,
+    PaliGemmaProcessor,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
+    SiglipImageProcessorPil,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -111,6 +113,11 @@ def processed(
     `clips` are those of `clips_of`. Qwen's processors need torchvision, so theirs is put together of its parts.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if name.startswith("paligemma"):
+        # The processor writes pictures before the text, and BOS and the end of the line around it.
+        said = "".join(part["text"] for part in messages[0]["content"] if part["type"] == "text")
+        processor = PaliGemmaProcessor(SiglipImageProcessorPil.from_pretrained(folder), tokenizer)
+        return dict(processor(images=[[*images]], text=["<image>" * len(images) + said], return_tensors="pt"))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     given = {"images": list(images)} if images else {}
     if name.startswith("internvl"):

@@ -80,11 +80,13 @@ def prompt_rows(
             rows.append(kept[i])
             places.append(place + int(sources[i]) - run * run_length)
         place += run_length
-    positions = None
+    positions, both_ways = None, bool(pipe.bundle.manifest.both_ways)
+    if layout.places is not None:
+        positions = np.array(places)
     if family.startswith("qwen"):
         positions = _positions(model, pipe, picture, texts, run_length)[:, places]
     asking = list(range(len(rows) - len(texts[-1]), len(rows)))
-    return Sequence(np.stack(rows), visual.tolist(), asking, positions, family, deepstack=beside)
+    return Sequence(np.stack(rows), visual.tolist(), asking, positions, family, both_ways=both_ways, deepstack=beside)
 
 
 def _positions(model: Any, pipe: Pipeline, picture: Picture, texts: list[list[int]], run_length: int) -> Array:

@@ -11,7 +11,8 @@ _LOOK_S = 0.005
 class VirtualClock:
     """The clock of a `PolicyLoop`. The thread that makes it counts, and each that starts later, until it ends.
 
-    A thread counts before its first call too: the system may let it run late, and the clock must not go on without it.
+    A thread counts before its first call too: the system may let it run late, and the clock must not go on without
+    it.
     """
 
     def __init__(self) -> None:

@@ -83,7 +83,8 @@ def measure_attention(
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
         query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
-        attention, tokens = received_by_head(query, key, rows).mean(axis=0), np.zeros(layout.all_tokens)
+        attention = received_by_head(query, key, rows, both_ways=manifest.both_ways).mean(axis=0)
+        tokens = np.zeros(layout.all_tokens)
         np.add.at(tokens, source[source >= 0], attention[source >= 0])
         received.append(tokens)
     if not np.isfinite(received).all() or not np.sum(received, axis=1).all():

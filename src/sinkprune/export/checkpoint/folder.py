@@ -315,6 +315,8 @@ class PolicyOptions(NamedTuple):
     """The number of actions of a chunk."""
     bounds: str | None = None
     """The statistics that become -1 and 1: a key of `sinkprune.export.checkpoint.openvla.BOUNDS`."""
+    action_tokenizer: str | None = None
+    """A local folder or a hub name with the FAST tokenizer."""
 
 
 class FolderContent(NamedTuple):

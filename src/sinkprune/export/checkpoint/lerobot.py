@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from sinkprune.contract.checks import Bounds, format_value
-from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Number, Side
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import (
@@ -32,7 +32,7 @@ from sinkprune.export.checkpoint.folder import (
 )
 from sinkprune.export.checkpoint.presets import PRESETS
 
-POLICIES = {"pi0": "pi0", "pi05": "pi0.5"}
+POLICIES = {"pi0": "pi0", "pi05": "pi0.5", "pi0_fast": "pi0-fast"}
 """The presets of the policies that are read, by LeRobot's `type`."""
 TOKENIZER = "google/paligemma-3b-pt-224"
 """The tokenizer that LeRobot loads from the hub."""
@@ -60,11 +60,15 @@ _BEFORE, _AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
 _RENAMING, _TOKENIZING = "rename_observations_processor", "tokenizer_processor"
 _NORMALISER, _UNNORMALISER = "normalizer_processor", "unnormalizer_processor"
 _RELATIVITY = _RELATIVE, _ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
-_PROMPTS = {"pi0": "pi0_new_line_processor", "pi05": "pi05_prepare_state_tokenizer_processor_step"}
+_PROMPTS = {
+    "pi0": "pi0_new_line_processor",
+    "pi05": "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_fast": "pi0_fast_prepare_state_tokenizer_processor_step",
+}
 """The step that writes the text of the prompt, by LeRobot's `type`."""
 _ORDERS = {
     "pi0": ((_RENAMING, _RELATIVE, _NORMALISER), (_PROMPTS["pi0"], _TOKENIZING)),
-    "pi05": ((_RENAMING, _RELATIVE, _NORMALISER, _PROMPTS["pi05"], _TOKENIZING),),
+    **{kind: ((_RENAMING, _RELATIVE, _NORMALISER, _PROMPTS[kind], _TOKENIZING),) for kind in ("pi05", "pi0_fast")},
 }
 """The steps before the model whose order changes what the model gets: each comes once, in this order."""
 _FORMER_TENSORS = {
@@ -72,8 +76,10 @@ _FORMER_TENSORS = {
     ACTION: "unnormalize_outputs.buffer_action.",
 }
 """Where the weights of LeRobot up to 0.3 have statistics."""
+_ACTIONS = "action_tokenizer_processor"
+"""The step that tokenizes actions in the training of pi0-FAST."""
 _ANYWHERE = {
-    _BEFORE: ("to_batch_processor", "device_processor"),
+    _BEFORE: ("to_batch_processor", "device_processor", _ACTIONS),
     _AFTER: ("to_batch_processor", "device_processor"),
 }
 """Steps that change no number with the settings below."""
@@ -84,7 +90,14 @@ _SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     _RELATIVE: {"enabled": (), "exclude_joints": (), "action_names": ()},
     _ABSOLUTE: {"enabled": ()},
     _PROMPTS["pi0"]: {},
-    _PROMPTS["pi05"]: {"task_key": ("task",), "max_state_dim": ()},
+    **{_PROMPTS[kind]: {"task_key": ("task",), "max_state_dim": ()} for kind in ("pi05", "pi0_fast")},
+    _ACTIONS: dict.fromkeys(
+        (
+            *("action_tokenizer_name", "trust_remote_code", "max_action_tokens", "fast_skip_tokens"),
+            *("paligemma_tokenizer_name", "allow_truncation"),
+        ),
+        (),
+    ),
     _TOKENIZING: {
         "tokenizer_name": (),
         "max_length": (),
@@ -144,6 +157,12 @@ class _Fields(PolicyFields, _Switches, total=False):
     tokenizer_max_length: Annotated[int, Bounds(1, 1 << 14)]
     rtc_config: dict[str, Any] | None
     use_relative_actions: bool | None
+    # Of pi0-FAST
+    action_tokenizer_name: Name
+    temperature: Annotated[Number, Bounds(0, 1e6)]
+    max_decoding_steps: Annotated[int, Bounds(1, 1 << 12)]
+    fast_skip_tokens: Annotated[int, Bounds(0, 1 << 16)]
+    validate_action_token_prefix: bool
 
 
 _Statistics = tuple[str, Mapping[str, Array]]
@@ -187,23 +206,25 @@ def translated_config(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for name, variant in (("paligemma_variant", prefix), ("action_expert_variant", expert)):
         if variant not in VARIANTS:
             raise _error(source, f"{name} is '{variant}', expected {' or '.join(VARIANTS)}", _DIFFERENT)
-    vlm, width = made["vlm_config"], VARIANTS[prefix]["hidden_size"]
+    vlm, width = made.get("vlm_config", made), VARIANTS[prefix]["hidden_size"]
     vlm["text_config"] |= VARIANTS[prefix]
     vlm["projection_dim"] = vlm["vision_config"]["projection_dim"] = width
     vlm["vision_config"]["image_size"] = _side(source, known)
-    made["dit_config"] |= VARIANTS[expert]
+    if "dit_config" in made:
+        made["dit_config"] |= VARIANTS[expert]
+    else:
+        action = (known.get("output_features") or {}).get(ACTION)
+        most = known.get("max_action_dim", 32)
+        made["action_dim"] = _width(source, ACTION, action["shape"], most) if action else most
     if "num_steps" in known:
         made["num_inference_steps"] = known["num_steps"]
     return {**made, **{name: known[name] for name in PolicyFields.__annotations__ if name in known}}
 
 
-def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of transformers' form for a folder with LeRobot's `config`; raises `CheckpointError`."""
-    known = _read(source, config)
-    side = _side(source, known)
-    former = "resize_imgs_with_padding" in known
-    pixels = {
-        "image_processor_type": "resize_with_pad" if former else "resize_with_pad_torch",
+def lerobot_pixels(side: int) -> dict[str, Any]:
+    """Return the settings of LeRobot's pictures in squares of `side` pixels."""
+    return {
+        "image_processor_type": "resize_with_pad_torch",
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -212,10 +233,30 @@ def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> di
         "resample": 2,
         "pad_size": {"height": side, "width": side},
     }
+
+
+def translated_files(
+    source: str, folder: Path, config: Mapping[str, Any], action_tokenizer: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of transformers' form for a folder with LeRobot's `config`; raises `CheckpointError`.
+
+    `action_tokenizer` is a local folder or a hub name with the FAST tokenizer, for pi0-FAST; `UsageError` for others.
+    """
+    known = _read(source, config)
+    pixels, policy = lerobot_pixels(_side(source, known)), _policy(source, folder, known)
+    if "resize_imgs_with_padding" in known:
+        pixels["image_processor_type"] = "resize_with_pad"
+    if known["type"] == "pi0_fast":
+        from sinkprune.export.checkpoint.fast_tokenizer import fast_settings
+
+        own = _step_of(folder, _ACTIONS).get("artifacts", {}).get("action_tokenizer_name")
+        policy["fast"] = fast_settings(source, folder, known, own, action_tokenizer)
+    elif action_tokenizer:
+        raise UsageError(f"--action-tokenizer is for pi0-FAST, and '{source}' is none. Leave it out.")
     return {
         "config.json": translated_config(source, config),
         "preprocessor_config.json": pixels,
-        "processor_config.json": _policy(source, folder, known),
+        "processor_config.json": policy,
     }
 
 
@@ -225,8 +266,7 @@ def tokenizer_folder(source: str, folder: Path) -> Path:
 
     LeRobot loads the tokenizer from the hub. Versions after 0.6 save it next to the pipelines, as an artifact.
     """
-    steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
-    step: Mapping[str, Any] = next((one for one in steps if one.get("registry_name") == _TOKENIZING), {})
+    step = _step_of(folder, _TOKENIZING)
     name = step.get("config", {}).get("tokenizer_name", TOKENIZER)
     if "tokenizer_name" in step.get("artifacts", {}):
         return file_of(folder, name)
@@ -237,6 +277,12 @@ def tokenizer_folder(source: str, folder: Path) -> Path:
             f"Accept its licence on the hub, and add --tokenizer {name}; or give a local folder with this tokenizer.",
         )
     return folder
+
+
+def _step_of(folder: Path, kind: str) -> Mapping[str, Any]:
+    """Return the step `kind` before the model in a folder whose pipelines are known; empty if there is none."""
+    steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
+    return next((one for one in steps if one.get("registry_name") == kind), {})
 
 
 def check_folder(source: str, folder: Path, config: Mapping[str, Any]) -> None:

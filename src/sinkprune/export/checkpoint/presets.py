@@ -175,32 +175,50 @@ def _internvl3_5(*shape: int) -> dict[str, Any]:
     return {**_internvl(*shape, **text, **rope), "image_token_id": 151671}
 
 
+_GEMMA = {
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "num_hidden_layers": 18,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _paligemma(image_size: int, vocab_size: int = 257216) -> dict[str, Any]:
+    return {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "projection_dim": 2048,
+        "image_token_id": 257152,
+        "text_config": {**_GEMMA, "hidden_size": 2048, "intermediate_size": 16384, "vocab_size": vocab_size},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": image_size,
+            "patch_size": 14,
+            "projection_dim": 2048,
+            "vision_use_head": False,
+        },
+    }
+
+
+def _pi0_fast() -> dict[str, Any]:
+    own = {"architectures": ["PI0FastPolicy"], "model_type": "pi0_fast", "action_dim": 7}
+    return {**_paligemma(224, vocab_size=257152), **own, "chunk_size": 50, "max_state_dim": 32}
+
+
 def _pi0() -> dict[str, Any]:
     """PaliGemma 3B of 224 pixels with an action expert of 300 M weights, as in openpi's `pi0_base`."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 18}
-    gemma = {"model_type": "gemma", **heads, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
-    text = {**gemma, "hidden_size": 2048, "intermediate_size": 16384, "vocab_size": 257152}
     return {
         "architectures": ["PI0ForConditionalGeneration"],
         "model_type": "pi0",
-        "vlm_config": {
-            "model_type": "paligemma",
-            "projection_dim": 2048,
-            "image_token_id": 257152,
-            "text_config": text,
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "image_size": 224,
-                "patch_size": 14,
-                "projection_dim": 2048,
-                "vision_use_head": False,
-            },
-        },
-        "dit_config": {**gemma, "hidden_size": 1024, "intermediate_size": 4096},
+        "vlm_config": _paligemma(224, vocab_size=257152),
+        "dit_config": {**_GEMMA, "hidden_size": 1024, "intermediate_size": 4096},
         "chunk_size": 50,
         "max_state_dim": 32,
         "max_action_dim": 32,
@@ -250,7 +268,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "openvla-7b-oft": _openvla(
         model_type="openvla_oft", action_head={"chunk": 8, "action_dim": 7, "blocks": 2, "state_dim": 8}
     ),
+    **{f"paligemma-3b-{size}": _paligemma(size) for size in (224, 448, 896)},
     "pi0": _pi0(),
+    "pi0-fast": _pi0_fast(),
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
 SAME_SHAPES = {

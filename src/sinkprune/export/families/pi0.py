@@ -7,33 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.manifest import LeRobotResize, Number, NumberRanges, PolicyFacts, Side, SiglipTower
+from sinkprune.contract.manifest import LeRobotResize, Number, NumberRanges, PolicyFacts, Side
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.lerobot import PolicyFields
-from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
-from sinkprune.export.families.llama_shaped import (
-    ConfigFields,
-    Hidden,
-    LlamaShaped,
-    PixelFields,
-    Setting,
-    SquareTowerFields,
-    TextFields,
-    Token,
-    head_dim,
-    read_language_model,
-)
+from sinkprune.export.families.llama_shaped import ConfigFields, PixelFields, Setting, TextFields, head_dim
+from sinkprune.export.families.paligemma import PaliGemma, PaliGemmaFields
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import build_siglip, other_towers
 
 _Number = Annotated[Number, Bounds(-1e6, 1e6)]
 _Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
@@ -105,23 +92,8 @@ def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str,
     }
 
 
-class _VisionFields(SquareTowerFields, total=False):
-    num_channels: Annotated[int, Bounds(1, 64)]
-    projection_dim: Hidden
-    vision_use_head: bool
-
-
-class _PaliGemmaFields(TypedDict, total=False):
-    model_type: Name
-    text_config: TextFields | None
-    vision_config: _VisionFields | None
-    projection_dim: Hidden
-    image_token_index: Token
-    image_token_id: Token
-
-
 class _Pi0Fields(ConfigFields, PolicyFields, total=False):
-    vlm_config: _PaliGemmaFields | None
+    vlm_config: PaliGemmaFields | None
     dit_config: TextFields | None
 
 
@@ -132,7 +104,7 @@ class _Sides(TypedDict, total=False):
     width: Side | None
 
 
-class _ProcessorFields(PixelFields, total=False):
+class ProcessorFields(PixelFields, total=False):
     """Fields of transformers' PI0ImageProcessor, or those that a checkpoint of LeRobot is given."""
 
     size: _Sides | None
@@ -144,34 +116,21 @@ WriteExpert = Callable[[WeightedGraph, ActionExpert, Sequence[range]], None]
 """Writes a graph of an expert, over the caches of the decoder's segments."""
 
 
-class Pi0(LlamaShaped):
+class Pi0(PaliGemma):
     """A `PI0ForConditionalGeneration` configuration."""
 
     name = "pi0"
-    projector = "projector"
-    groups_are_frames = False
-    adds_bos = False
-    gate = "gelu_pytorch_tanh"
+    within = "vlm_config."
     state_in_prompt = False
     expert_graphs: Mapping[str, WriteExpert] = MappingProxyType({"expert": build_expert})
     config_fields: type = _Pi0Fields
-    processor_fields: type = _ProcessorFields
-    # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
-    chat_template = (
-        "{% for message in messages %}"
-        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>' }}{% endfor %}"
-        "{{ bos_token }}"
-        "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
-        "{{ '\n' }}{% endfor %}"
-    )
+    processor_fields: type = ProcessorFields
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
-        super().__init__(source, config)
-        vision, expert = self._config.vlm_config.vision_config, self._config.dit_config
-        blocks, lm = vision.num_hidden_layers, self.language_model
+        super().__init__(source, config, salience)
+        expert, lm = self._config.dit_config, self.language_model
         most_held = getattr(self._config, "rtc_training_max_delay", 0)
-        tower = self._square_tower(vision, blocks)
         shared = [
             (expert.num_hidden_layers, lm.num_layers),
             (expert.num_key_value_heads, lm.num_kv_heads),
@@ -180,7 +139,6 @@ class Pi0(LlamaShaped):
         ]
         self._check(
             [
-                ("the vision tower has two blocks at least", blocks >= 2, blocks),
                 (
                     "dit_config has the layers, key-value heads, head_dim and rope_theta of vlm_config.text_config",
                     all(own == prefix for own, prefix in shared),
@@ -194,11 +152,6 @@ class Pi0(LlamaShaped):
                 ),
             ]
         )
-        self.embedding_scale = lm.hidden_size**0.5
-        self.vision = SiglipTower(**tower, salience_block=blocks - (1 if salience == "last" else 2))
-        self.visual_width = self.vision.hidden_size
-        self._tower = partial(build_siglip, tower=self.vision)
-        self.other_towers = other_towers(self.vision, self._tower, padded=True)
         self._expert = ActionExpert(
             llama=self._read_gemma(expert),
             chunk=self._config.chunk_size,
@@ -207,19 +160,9 @@ class Pi0(LlamaShaped):
             most_held=most_held,
         )
 
-    @property
-    def special_tokens(self) -> SpecialTokens:
-        texts = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>"}
-        every = {self.image_token: "<image>", **texts}
-        # The image token may be the one after the vocabulary.
-        inside = {token: text for token, text in every.items() if token != self.language_model.vocab_size}
-        self._special_tokens(inside, len(texts) + (self.image_token in inside))
-        return SpecialTokens(every, bos="<bos>", eos="<eos>", unknown="<unk>")
-
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         return {
-            "vision": self._tower,
-            "projector": self._build_projector,
+            **self._looks(),
             **self._decoder(segments),
             **{name: self._of_expert(write, segments) for name, write in self.expert_graphs.items()},
         }
@@ -274,65 +217,26 @@ class Pi0(LlamaShaped):
             most_held=expert.most_held or None,
         )
 
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
-
-    def groups_of(self, processor: Mapping[str, Any]) -> int:
-        return 1
-
     def _of_expert(self, write: WriteExpert, segments: Sequence[range]) -> WriteGraph:
         return lambda graph: write(graph, self._expert, segments)
 
-    def _build_projector(self, graph: WeightedGraph) -> None:
-        d, width = self.visual_width, self.language_model.hidden_size
-        tokens = graph.input("tokens", ["G", "n", d])
-        x = graph.linear(tokens, "multi_modal_projector.linear", d, width, bias=True)
-        graph.output("embeddings", x, ["G", "n", width])
-
     @property
-    def _text_config(self) -> Any:
-        return self._config.vlm_config.text_config
-
-    @property
-    def _image_token(self) -> int:
-        return self._config.vlm_config.image_token_id
-
-    def _known_tokens(self, text: Any) -> int:
-        # PaliGemma's image token follows the rows of the embedding table.
-        return text.vocab_size + 1
+    def _paligemma(self) -> Any:
+        return self._config.vlm_config
 
     def _settings(self) -> list[Setting]:
-        vlm, expert = self._config.vlm_config, self._config.dit_config
-        vision, text = vlm.vision_config, vlm.text_config
+        expert, text = self._config.dit_config, self._text_config
         return [
-            ("vlm_config.model_type", vlm.model_type, ("paligemma",)),
-            ("vlm_config.text_config.model_type", text.model_type, ("gemma",)),
+            ("vlm_config.model_type", self._paligemma.model_type, ("paligemma",)),
             ("dit_config.model_type", expert.model_type, ("gemma",)),
             ("dit_config.hidden_act", expert.hidden_act, (self.gate,)),
             ("dit_config.attention_bias", expert.attention_bias, (text.attention_bias,)),
-            ("vlm_config.vision_config.model_type", vision.model_type, ("siglip_vision_model",)),
-            ("vlm_config.vision_config.num_channels", vision.num_channels, (3,)),
-            ("vlm_config.vision_config.hidden_act", vision.hidden_act, ("gelu_pytorch_tanh",)),
-            ("vlm_config.vision_config.projection_dim", vision.projection_dim, (text.hidden_size,)),
+            *super()._settings(),
         ]
 
     def _read_llama(self, text: Any) -> Llama:
         # The expert reads the caches alone.
-        return replace(self._read_gemma(text), causal=False, gives_rows=False)
-
-    def _read_gemma(self, text: Any) -> Llama:
-        # One section of all frequencies: kept rows keep their positions.
-        facts = read_language_model(text, [head_dim(text) // 2])
-        bias = text.attention_bias
-        return Llama(
-            facts,
-            text.rms_norm_eps,
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=False,
-            gate="gelu_pytorch_tanh",
-            norm_offset=1.0,
-        )
+        return replace(super()._read_llama(text), gives_rows=False)
 
 
 class Pi05(Pi0):

@@ -193,7 +193,8 @@ def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
     """Return the text of a prompt with the normalised `state` [1,1,state_dim] in 256 bins from -1 to 1.
 
     As openpi's `PaligemmaTokenizer` and LeRobot write it: numbers below -1 are in bin -1, and those from 1 on in 255.
+    pi0-FAST writes `Action: ` itself.
     """
     bins = np.digitize(state[0, 0, : len(policy.usual_state)], np.linspace(-1, 1, 257)[:-1]) - 1
     words = instruction.strip().replace("_", " ").replace("\n", " ")
-    return f"Task: {words}, State: {' '.join(map(str, bins))};\nAction: "
+    return f"Task: {words}, State: {' '.join(map(str, bins))};\n{'' if policy.fast else 'Action: '}"

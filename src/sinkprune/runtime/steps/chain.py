@@ -51,6 +51,7 @@ class Chain:
         self.visual_token_bytes = self.dtype.itemsize * (int(widths["tokens"]) + manifest.deepstack_width)
         """The bytes of the vision tower's output for one token."""
         self.several_images = manifest.max_images > 1
+        self._both_ways = manifest.both_ways
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections, model.rope_factor)
         self._prefills = set[tuple[Any, ...]]()
         """The kinds of prefills that are complete."""
@@ -71,6 +72,11 @@ class Chain:
         """The engines of a policy besides `last`, by their graphs."""
         self._deepstack = manifest.deepstack_width
         self.deepstack_token = self.deepstack_zeros(1)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether several new rows may run after earlier ones, each of which sees the rows up to its own."""
+        return self.backend.resumes and not self._both_ways
 
     def deepstack_zeros(self, rows: int) -> dict[str, Tensor]:
         """Return the additional inputs of `decoder_0` for text rows, by name: zeros [1,rows,E], or no input."""

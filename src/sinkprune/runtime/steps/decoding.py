@@ -199,7 +199,7 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
 def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
     """Run the embeddings `rows` [S,d] of the next tokens through all layers; grows `cache`, and returns [1,S,d].
 
-    Several rows at once need a backend that `resumes`.
+    Several rows at once need a chain that `resumes`.
     """
     backend, count = chain.backend, len(rows)
     hidden = backend.tensor(rows[None])
@@ -218,7 +218,7 @@ def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
 
 def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
     """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
-    if chain.backend.resumes:
+    if chain.resumes:
         whole = run_rows(chain, cache, rows)
         results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
     else:

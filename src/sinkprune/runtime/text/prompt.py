@@ -256,7 +256,8 @@ class PromptEncoder:
         piece. An image with such texts stands at several places of the prompt. The template lists the functions of
         `tools`. With `tool_call_id`, `texts` is the result of that call, and no user's turn.
         `sinkprune.runtime.steps.request.check_texts` rejects empty texts before. Raises `BundleError` if the template
-        does not write every image, and `PromptError` if it writes no system message or no calls.
+        does not write every image, and `PromptError` if it writes no system message, no calls or no
+        earlier turns.
         """
         role = "user" if tool_call_id is None else "tool"
         turns = [*history, Turn(role, tuple(texts), tool_call_id=tool_call_id)]
@@ -264,6 +265,11 @@ class PromptEncoder:
             raise ToolsError(
                 f"the model's chat template has no tools, or writes calls in another form than "
                 f"{call_text('NAME', '{}')!r}. Leave out tools and calls, or use a model such as Qwen3-VL."
+            )
+        if history and not self._takes_turns:
+            raise PromptError(
+                "the model answers one question: its chat template has no place for earlier turns. Leave out the "
+                "history, or put what matters of it into the question."
             )
         pieces = [own or ("", "") for own in within] or [("", "")] * sum(turn.pictures for turn in turns)
         images = sum(len(own) - 1 for own in pieces)
@@ -405,6 +411,16 @@ class PromptEncoder:
         if isinstance(value, list):
             return [self._quoted_json(part) for part in value]
         return self._quoted(value) if isinstance(value, str) else value
+
+    @cached_property
+    def _takes_turns(self) -> bool:
+        """Whether the template writes a question after an earlier one and its answer."""
+        turns = [Turn("user", ("", "?")), Turn("assistant", ("!",)), Turn("user", ("?",))]
+        try:
+            self._render([*map(self._message, turns)])
+        except BundleError:
+            return False
+        return True
 
     @cached_property
     def _writes_calls(self) -> bool:

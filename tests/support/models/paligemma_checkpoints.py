@@ -1,0 +1,95 @@
+"""Small random PaliGemma checkpoints in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+from support.models.pi0_checkpoints import IMAGE_TOKEN, pi0_tokenizer
+
+
+@dataclass(frozen=True)
+class PaliGemmaShape:
+    """What the small checkpoints of PaliGemma differ in."""
+
+    image_size: int = 112
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    vocab_size: int = 384
+    image_token: int = IMAGE_TOKEN
+    tied: bool = True
+    bias: bool = False
+    """Whether the projections of attention have biases."""
+
+
+def make_paligemma_checkpoint(folder: Path, shape: PaliGemmaShape, seed: int = 0) -> Path:
+    """Write a checkpoint with random weights, tokenizer and image processor, but no chat template, into `folder`."""
+    torch.manual_seed(seed)
+    model = PaliGemmaForConditionalGeneration(paligemma_config(shape)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.normal_(std=0.1)
+            elif parameter.ndim > 1:
+                # Large enough that attention is far from uniform.
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+        model.model.language_model.embed_tokens.weight.normal_(std=0.2)
+        # Few answers have bytes that are no text, of which transformers decodes a whole run at once.
+        model.lm_head.weight[4:260] *= 0.2
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    pi0_tokenizer().save_pretrained(folder)
+    size = shape.image_size
+    processor = {
+        "image_processor_type": "SiglipImageProcessor",
+        "processor_class": "PaliGemmaProcessor",
+        "do_convert_rgb": None,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_seq_length": (size // 14) ** 2,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"height": size, "width": size},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
+    """The configuration of a small PaliGemma."""
+    return PaliGemmaConfig(
+        projection_dim=72,
+        image_token_index=shape.image_token,
+        tie_word_embeddings=shape.tied,
+        text_config={
+            "model_type": "gemma",
+            "hidden_size": 72,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "vocab_size": shape.vocab_size,
+            "attention_bias": shape.bias,
+            "max_position_embeddings": 1024,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 96,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": shape.image_size,
+            "patch_size": 14,
+            "projection_dim": 72,
+            "vision_use_head": False,
+        },
+    )

@@ -1,0 +1,87 @@
+"""pi0-FAST in plain torch and numpy: its tokens, unpruned and with dropped tokens masked, and their actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from support.models.pi0_fast_checkpoints import SKIP, cosines
+from support.references.masking import Array, Sequence, embedded, masked_forward
+from support.references.reference import sanitize
+
+Towers = Several[tuple[Array, Array, Array]]
+"""Tokens [N,D], norms and salience [N] of each camera."""
+
+
+def prompt_ids(tokenizer: Any, instruction: str, state: Array) -> list[int]:
+    """The ids of LeRobot's prompt, with the second BOS; `state` is normalised."""
+    bins = np.digitize(state, np.linspace(-1, 1, 257)[:-1]) - 1
+    ids: list[int] = tokenizer(f"Task: {instruction}, State: {' '.join(map(str, bins))};\n")["input_ids"]
+    return [*ids, tokenizer.bos_token_id]
+
+
+def masked_prompt(model: Any, towers: Towers, ids: list[int], budget: str | None) -> tuple[Sequence, list[list[int]]]:
+    """The rows of a prompt with the tokens that the sanitizer keeps, and these tokens of each camera."""
+    rows, places, images, sources, count = (
+        list[Array](),
+        list[int](),
+        list[list[int]](),
+        list[list[int]](),
+        len(towers[0][0]),
+    )
+    for number, (tokens, norms, salience) in enumerate(towers):
+        kept, index = tokens, list(range(count))
+        if budget is not None and (options := parse_budget("pi0-fast", budget)).sanitizer:
+            kept, index = sanitize(
+                tokens,
+                norms,
+                salience,
+                reserve=options.reserve.of(count),
+                diverse=options.diverse.of(count),
+                raster=options.order == "raster",
+            )
+        with torch.no_grad():
+            projected = model.model.multi_modal_projector(torch.from_numpy(np.array(kept))).numpy()
+        images.append([*range(len(rows), len(rows) + len(index))])
+        rows += [*projected]
+        places += [number * count + token for token in index]
+        sources.append(index)
+    asking = [*range(len(rows), len(rows) + len(ids))]
+    visual = [row for image in images for row in image]
+    rows += [*embedded(model, ids)]
+    places += [len(towers) * count + place for place in range(len(ids))]
+    given = Sequence(np.stack(rows), visual, asking, np.array(places), "pi0-fast", images=images, both_ways=True)
+    return given, sources
+
+
+def tokens_of(model: Any, prompt: Sequence, count: int, most: int, budget: str | None) -> list[int]:
+    """The likeliest `most` tokens after a prompt whose cameras have `count` tokens each."""
+    stages: dict[int, int | list[int]] = {}
+    if budget is not None:
+        shares = parse_budget("pi0-fast", budget).stages
+        cuts = prune_layers(model.config.text_config.num_hidden_layers)
+        stages = {cut: share.of(count) for cut, share in zip(cuts, shares, strict=True)}
+    found = list[int]()
+    while len(found) < most:
+        later = embedded(model, found)
+        run = masked_forward(model, prompt, budget or "prune-80", stages, later=later)
+        found.append(int(run.logits[-1].argmax()))
+    return found
+
+
+def actions_of(
+    tokens: list[int], tokenizer: Any, folder: Path, chunk: int, width: int, scale: float, least: int
+) -> Array:
+    """The actions of tokens of FAST, by the tokenizer in `folder`, as LeRobot's `relaxed_decoding`."""
+    fast = AutoTokenizer.from_pretrained(folder)
+    text = fast.decode([tokenizer.vocab_size - 1 - SKIP - token for token in tokens])
+    given = np.array([*map(ord, text)], float) + least
+    given = np.pad(given, (0, max(0, chunk * width - len(given))))[: chunk * width]
+    actions: Array = np.linalg.solve(cosines(chunk), given.reshape(chunk, width) / scale)
+    return actions
