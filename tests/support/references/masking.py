@@ -32,10 +32,10 @@ class Sequence:
     family: str = "llava"
     images: list[list[int]] | None = None
     """The visual rows of each image; all are of one where None."""
-    both_ways: bool = False
-    """Whether each row of the prefill sees all rows of it."""
     deepstack: Array | None = None
     """[sets,V,d]: what each of the first layers adds to the visual rows."""
+    both_ways: bool = False
+    """Whether each row of the prefill sees all rows of it."""
 
 
 @dataclass
