@@ -45,6 +45,12 @@ class Case(NamedTuple):
     model: Any
     policy: Policy
 
+    def actions_of(self, tokens: list[int]) -> Array:
+        """The normalised actions of tokens, by the reference."""
+        folder, shape = self.folder / "action_tokenizer", self.shape
+        settings = json.loads((folder / "processor_config.json").read_text())
+        return plain.actions_of(tokens, TOKENIZER, folder, shape.chunk, shape.width, SCALE, settings["min_token"])
+
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Case]]:
@@ -98,16 +104,7 @@ def test_chunks_equal_the_reference(
     prompt, sources = plain.masked_prompt(own.model, towers, ids, budget)
     tokens = plain.tokens_of(own.model, prompt, len(towers[0][0]), shape.most, budget)
     assert len(set(tokens)) > 1
-    settings = json.loads((own.folder / "action_tokenizer" / "processor_config.json").read_text())
-    expected = plain.actions_of(
-        tokens,
-        TOKENIZER,
-        own.folder / "action_tokenizer",
-        shape.chunk,
-        shape.width,
-        SCALE,
-        settings["min_token"],
-    )
+    expected = own.actions_of(tokens)
     assert np.abs(expected).max() > 0.1
     ranges = facts.action_range
     assert ranges is not None
@@ -123,21 +120,12 @@ def test_actions_follow_the_tokens(case: Callable[..., Case]) -> None:
     own = case("pi0-fast")
     shape, facts, tokenizer = own.shape, own.policy.facts, own.policy._model.prompts.tokenizer
     assert facts.fast is not None
-    settings = json.loads((own.folder / "action_tokenizer" / "processor_config.json").read_text())
     begin, end = TOKENIZER.encode("Action: ", add_special_tokens=False), TOKENIZER.convert_tokens_to_ids("|")
     assert len(begin) == 3 and end != TOKENIZER.unk_token_id
     last, random = VOCAB - 1 - SKIP, np.random.default_rng(3)
 
     def check(given: list[int], counted: list[int], number: int) -> None:
-        expected = plain.actions_of(
-            counted,
-            TOKENIZER,
-            own.folder / "action_tokenizer",
-            shape.chunk,
-            shape.width,
-            SCALE,
-            settings["min_token"],
-        )
+        expected = own.actions_of(counted)
         # Later tokens are not asked for.
         actions, found = actions_of(iter(given), facts, tokenizer)
         np.testing.assert_allclose(actions[0], expected, atol=1e-5)

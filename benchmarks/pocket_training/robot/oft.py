@@ -31,6 +31,7 @@ from pocket_training.tokenizer import train_tokenizer
 from sinkprune import demo
 from sinkprune.demo.robot_table import SIDE, RobotTable
 from sinkprune.demo.scenes import COLOURS, SHAPES
+from sinkprune.export.checkpoint.presets import PRESETS
 
 _PIXELS = GRID * PATCH
 """Pictures of 168 pixels have as many patches as pi0's of 96."""
@@ -281,23 +282,15 @@ def model_config() -> dict[str, Any]:
     """Return the checkpoint's configuration, as OpenVLA's has it."""
     towers = zip((_DINO, _SIGLIP), _DEPTHS, _RATIOS, _HEADS, (_REGISTERS, 0), strict=True)
     names = "embed_dim", "depth", "num_heads", "mlp_ratio", "reg_tokens"
+    published = {name: value for name, value in PRESETS["openvla-7b"].items() if name != "action_dim"}
     return {
-        "architectures": ["OpenVLAForActionPrediction"],
-        "model_type": "openvla",
-        "arch_specifier": "no-align+fused-gelu-mlp",
-        "vision_backbone_id": "dinosiglip-vit-so-224px",
-        "use_fused_vision_backbone": True,
-        "image_resize_strategy": "resize-naive",
+        **published,
         "image_sizes": [_PIXELS] * 2,
-        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-        "timm_override_act_layers": [None, None],
         # The last block of a tower is never run, and is not in the file.
         "timm_model_args": [
             dict(zip(names, (width, depth + 1, heads, ratio, registers), strict=True))
             for width, depth, ratio, heads, registers in towers
         ],
-        "n_action_bins": 256,
-        "pad_to_multiple_of": 64,
         "pad_token_id": _PAD,
         "text_config": {"model_type": "llama", **text_config()},
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
-from support.models.pi0_checkpoints import IMAGE_TOKEN, pi0_tokenizer
+from support.models.pi0_checkpoints import IMAGE_TOKEN, draw_weights, pi0_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,8 @@ def make_paligemma_checkpoint(folder: Path, shape: PaliGemmaShape, seed: int = 0
     """Write a checkpoint with random weights, tokenizer and image processor, but no chat template, into `folder`."""
     torch.manual_seed(seed)
     model = PaliGemmaForConditionalGeneration(paligemma_config(shape)).eval()
+    draw_weights(model, model.model.language_model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.normal_(std=0.1)
-            elif parameter.ndim > 1:
-                # Large enough that attention is far from uniform.
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-        model.model.language_model.embed_tokens.weight.normal_(std=0.2)
         # Few answers have bytes that are no text, of which transformers decodes a whole run at once.
         model.lm_head.weight[4:260] *= 0.2
     model.generation_config.eos_token_id = 1

@@ -31,18 +31,22 @@ class Pi0Shape:
     """Whether the checkpoint has the statistics of states and actions."""
 
 
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module, decoder: torch.nn.Module) -> None:
+    """Fill a model with random weights, so large that attention is far from uniform; `decoder` is its Gemma."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.normal_(std=0.1)
+        elif parameter.ndim > 1:
+            parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+    decoder.embed_tokens.weight.normal_(std=0.2)  # type: ignore[operator,union-attr]
+
+
 def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
     """Write a pi0 checkpoint with random weights, tokenizer, processor and statistics into the new `folder`."""
     torch.manual_seed(seed)
     model = PI0ForConditionalGeneration(pi0_config(shape)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.normal_(std=0.1)
-            elif parameter.ndim > 1:
-                # Large enough that attention is far from uniform.
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-        model.model.vlm.language_model.embed_tokens.weight.normal_(std=0.2)
+    draw_weights(model, model.model.vlm.language_model)
     model.save_pretrained(folder)
     pi0_tokenizer().save_pretrained(folder)
     random = np.random.default_rng(seed)

@@ -91,13 +91,14 @@ _SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     _ABSOLUTE: {"enabled": ()},
     _PROMPTS["pi0"]: {},
     **{_PROMPTS[kind]: {"task_key": ("task",), "max_state_dim": ()} for kind in ("pi05", "pi0_fast")},
-    _ACTIONS: dict.fromkeys(
-        (
-            *("action_tokenizer_name", "trust_remote_code", "max_action_tokens", "fast_skip_tokens"),
-            *("paligemma_tokenizer_name", "allow_truncation"),
-        ),
-        (),
-    ),
+    _ACTIONS: {
+        "action_tokenizer_name": (),
+        "trust_remote_code": (),
+        "max_action_tokens": (),
+        "fast_skip_tokens": (),
+        "paligemma_tokenizer_name": (),
+        "allow_truncation": (),
+    },
     _TOKENIZING: {
         "tokenizer_name": (),
         "max_length": (),

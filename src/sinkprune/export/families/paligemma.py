@@ -49,6 +49,19 @@ class PaliGemmaFields(ConfigFields, total=False):
     image_token_id: Token
 
 
+PIXELS = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""The settings of SigLIP's pictures, besides their size."""
+
+
 class _Sides(TypedDict, total=False):
     height: Side | None
     width: Side | None
@@ -109,18 +122,7 @@ class PaliGemma(LlamaShaped):
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         side, tokens = self.vision.image_size, self.vision.tokens
         square = {"height": side, "width": side}
-        own = {
-            "image_processor_type": "SiglipImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": square,
-            "resample": 3,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        }
+        own = {"image_processor_type": "SiglipImageProcessor", "size": square, **PIXELS}
         given = without_null({"do_convert_rgb": True, **settings})
         known: dict[str, Any] = {key: given.get(key, value) for key, value in own.items()}
         self._check_settings(

@@ -17,7 +17,7 @@ from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.lerobot import PolicyFields
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import ConfigFields, PixelFields, Setting, TextFields, head_dim
-from sinkprune.export.families.paligemma import PaliGemma, PaliGemmaFields
+from sinkprune.export.families.paligemma import PIXELS, PaliGemma, PaliGemmaFields
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
@@ -174,16 +174,9 @@ class Pi0(PaliGemma):
             self._check_settings([("pad_size", settings.get("pad_size"), (square,))])
             return dict(settings)
         known: dict[str, Any] = {
+            **PIXELS,
             "image_processor_type": "PI0ImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
             "size": within,
-            "resample": 3,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
             "do_pad": True,
             "pad_size": square,
         }
