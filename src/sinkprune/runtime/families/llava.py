@@ -332,8 +332,7 @@ class SquarePictures(Family):
         """Return a layout of one group that shows `area`, whose kept rows keep their positions."""
         tokens = np.arange(self._tower.tokens)
         boxes = grid_boxes(area, self._side, self._side)
-        layout = self._in_line(size, 1, tokens, boxes, [range(len(tokens))])
-        return replace(layout, places=tokens[None], extent=len(tokens))
+        return keeping_places(self._in_line(size, 1, tokens, boxes, [range(len(tokens))]))
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
@@ -343,6 +342,11 @@ class SquarePictures(Family):
         if isinstance(picture, SampledFrames):
             raise VideoError(self.no_video)
         return picture
+
+
+def keeping_places(layout: VisualLayout) -> VisualLayout:
+    """Return a `layout` of one group whose kept rows keep their positions."""
+    return replace(layout, places=np.arange(layout.tokens)[None], extent=layout.tokens)
 
 
 class Llava(SquarePictures):

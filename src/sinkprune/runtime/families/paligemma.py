@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.families.llava import Llava, PixelSize
+from sinkprune.runtime.families.llava import Llava, PixelSize, keeping_places
 
 
 class PaliGemma(Llava):
@@ -19,5 +15,4 @@ class PaliGemma(Llava):
         self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
 
     def _layout(self, size: PixelSize) -> VisualLayout:
-        layout = super()._layout(size)
-        return replace(layout, places=np.arange(layout.tokens)[None], extent=layout.tokens)
+        return keeping_places(super()._layout(size))
