@@ -93,15 +93,15 @@ class PlanFacts:
         """
         if budget.tower == "bars" and not self.padded:
             raise BudgetError(
-                "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, PaliGemma, pi0, pi0.5). "
-                "Leave the option out."
+                "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, PaliGemma, pi0, "
+                "pi0.5). Leave the option out."
             )
         if budget.tower != "merging":
             return budget
         if not self.merged or not isinstance(self.tokens, int):
             raise BudgetError(
-                "option 'tower' is for CLIP and SigLIP towers (LLaVA, LLaVA-NeXT, PaliGemma, pi0, pi0.5, pi0-FAST) of "
-                "a few blocks at least, and this model has another. Leave the option out."
+                "option 'tower' is for CLIP and SigLIP towers (LLaVA, LLaVA-NeXT, PaliGemma, pi0, pi0.5, pi0-FAST) "
+                "of a few blocks at least, and this model has another. Leave the option out."
             )
         left, counts = self.tokens - self.merged, budget.resolve(self.tokens)
         shares = replace(
