@@ -93,8 +93,8 @@ class PlanFacts:
         """
         if budget.tower == "bars" and not self.padded:
             raise BudgetError(
-                "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, PaliGemma, pi0, "
-                "pi0.5). Leave the option out."
+                "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, PaliGemma, "
+                "pi0, pi0.5). Leave the option out."
             )
         if budget.tower != "merging":
             return budget
