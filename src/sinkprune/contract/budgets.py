@@ -13,7 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import floor
 from typing import Annotated, Literal
 
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Size, unknown_name
@@ -200,6 +202,33 @@ def prune_layers(num_layers: int) -> tuple[int, ...]:
     Raises `BudgetError` for models too shallow to prune three times.
     """
     return scaled_layers((2, 6, 15), num_layers)
+
+
+NOMINAL_TOKENS = 10_000
+"""The visual tokens that shares are of where images differ in their number of tokens."""
+
+
+def round_half_up(value: Fraction) -> int:
+    """Return the integer nearest to `value`; of two, the larger."""
+    return floor(value + Fraction(1, 2))
+
+
+def one_stage(budget: Budget, tokens: int, num_layers: int) -> Budget:
+    """Return `budget` with one stage, after the first prune layer, in the place of its three.
+
+    It keeps what they keep on average over the layers after it, so that every mean stays (docs/method.md section 2).
+    `tokens` are the visual tokens that the stage's share is of. A budget without stages is returned as it is.
+    """
+    if not budget.stages:
+        return budget
+    counts = budget.resolve(tokens)
+    first, *_ = cuts = prune_layers(num_layers)
+    layers = [after - before for before, after in pairwise((*cuts, num_layers - 1))]
+    # Stages drop, so that none keeps more than the one before it.
+    _, *kept = accumulate((counts.kept, *counts.stages), min)
+    total = sum(number * stage for number, stage in zip(layers, kept, strict=True))
+    mean = round_half_up(Fraction(total, num_layers - 1 - first))
+    return replace(budget, stages=(Share(max(1, mean), tokens),))
 
 
 def scaled_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

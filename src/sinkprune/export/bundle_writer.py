@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, OTHER_TOWERS, TOWER, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, OTHER_TOWERS, TOWER, Plan, is_tower, prune_layers
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
@@ -83,7 +83,10 @@ def export_bundle(
         budgets = parse_budgets(family.name, request.budgets)
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
-        cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
+        stages = {layer for plan in plans_of_all for layer in plan.select_after}
+        # In four parts whichever of the layers prune: one graph of nearly all layers needs more memory, and schedules
+        # and heads are chosen among these cuts.
+        cut_after = tuple(sorted({*stages, *prune_layers(lm.num_layers)})) if stages else ()
         # The last layers: of a policy's last one only keys and values are exported.
         depth = lm.num_layers
         shallow = [list(export.weight_graphs([range(max(0, depth - layers), depth)])) for layers in (1, 2)]

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from sinkprune.contract.budgets import FAMILIES, Plan, prune_layers
+from sinkprune.contract.budgets import FAMILIES, NOMINAL_TOKENS, Plan, one_stage, prune_layers
 from sinkprune.contract.checks import OPTIONAL, Bounds, Width, from_json, unknown_name
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.manifest_file import FileSpec
@@ -82,6 +82,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
     Its files do not exist. Only the sizes of weights and the interface of `vision` are filled in.
     """
     lm, budgets = facts.language_model, dict(FAMILIES[facts.family].budgets)
+    nominal = facts.visual_tokens or NOMINAL_TOKENS
     cuts = prune_layers(lm.num_layers)
     segments, weights = decoder_segments(cuts, lm.num_layers), facts.weight_bytes
     sizes = {"vision": weights.vision, **({facts.projector: weights.projector} if facts.projector else {})}
@@ -91,12 +92,12 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
     plans = {
         budget: Plan(
             sanitizer="sanitizer",
-            select_after={str(cut): f"select_after_{cut}" for cut in cuts},
+            select_after={str(cut): f"select_after_{cut}" for cut in cuts[:1]},
             positions=shares.positions,
             counts=shares.resolve(facts.visual_tokens) if facts.visual_tokens else None,
             shares=None if facts.visual_tokens else shares,
         )
-        for budget, shares in budgets.items()
+        for budget, shares in ((name, one_stage(row, nominal, lm.num_layers)) for name, row in budgets.items())
     }
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkprune.contract.budgets import Budget, prune_layers
-from sinkprune.export.methods.sinkpruner import build
+from sinkprune.export.methods.sinkpruner import build, build_after
 from sinkprune.export.pruning.equal_mean import scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 
 def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Pass every token to the LLM, with the stages scaled alike to meet the mean."""
-    cuts = prune_layers(facts.language_model.num_layers)
-    return build(facts, scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages))
+    """Pass every token to the LLM; the stage keeps as many as meet the mean."""
+    cuts = prune_layers(facts.language_model.num_layers)[:1]
+    return build_after(facts, scaled_stages(facts, budget, cuts, [facts.nominal_tokens]), cuts)
 
 
 def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Keep the mean in the sanitizer, salient and diverse tokens in the budget's proportion, without stages."""
+    """Keep the mean in the sanitizer, salient and diverse tokens in the budget's proportion, without a stage."""
     return build(facts, without_stages(facts, budget))
 
 

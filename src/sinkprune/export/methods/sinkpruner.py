@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, prune_layers
+from sinkprune.contract.budgets import Budget, one_stage, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
@@ -47,29 +47,20 @@ def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: 
 
 
 def build(facts: PlanFacts, budget: Budget, score: Score = by_salience, centring: bool = False) -> PlanGraphs:
-    """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer.
+    """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and one stage (`one_stage`).
 
     With `centring`, DIV is chosen by the rule of Cen-Prune: tokens are compared without their mean, and distinctive
     ones are preferred.
     """
-    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
-    return build_after(facts, budget, cuts, score, centring=centring)
+    layers = facts.language_model.num_layers
+    kept, cuts = one_stage(budget, facts.nominal_tokens, layers), prune_layers(layers)[:1] if budget.stages else ()
+    return build_after(facts, kept, cuts, score, centring=centring)
 
 
 def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Return the plan of `budget` whose sanitizer takes 16 diverse tokens a round, as the paper's does."""
-    return build(facts, replace(budget, diversity_rounds=1))
-
-
-def build_one_stage(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Return the plan of `budget` with its first stage alone, which keeps fewer tokens, so that the mean is the same.
-
-    Raises `UnreachableBudget` if too many tokens enter the LLM.
-    """
-    from sinkprune.export.pruning.equal_mean import fewer_stages
-
-    cuts = prune_layers(facts.language_model.num_layers)[:1] if budget.stages else ()
-    return build_after(facts, fewer_stages(facts, budget, cuts) if cuts else budget, cuts)
+    """Return the plan of `budget` by the paper's letter: 16 diverse tokens a round, and three stages."""
+    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
+    return build_after(facts, replace(budget, diversity_rounds=1), cuts)
 
 
 def build_after(

@@ -12,9 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import floor
 
-from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
+from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers, round_half_up
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.pruning.plan import PlanFacts, UnreachableBudget
 
@@ -157,7 +156,3 @@ def _format_mean(facts: PlanFacts, mean: Fraction) -> str:
     if isinstance(facts.tokens, int):
         return f"{float(mean):.1f}"
     return f"{float(100 * mean / facts.nominal_tokens):.1f} %"
-
-
-def round_half_up(value: Fraction) -> int:
-    return floor(value + Fraction(1, 2))

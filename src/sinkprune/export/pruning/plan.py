@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import MAX_TOP_K, OTHER_TOWERS, Budget, Counts, Share
+from sinkprune.contract.budgets import MAX_TOP_K, NOMINAL_TOKENS, OTHER_TOWERS, Budget, Counts, Share
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.dialects import Dialect
@@ -21,8 +21,6 @@ from sinkprune.export.weights import Precision
 
 MAX_ROUNDS = 1024
 """The most tokens that a graph chooses one by one. Each takes a dozen nodes."""
-
-_NOMINAL = 10_000
 
 
 class UnreachableBudget(BudgetError):
@@ -41,7 +39,7 @@ class VariableTokens:
     """No image or clip has more in all its groups."""
     tower_flops: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns the vision tower's FLOPs on an image of so many tokens; None where no method needs them."""
-    nominal: int = _NOMINAL
+    nominal: int = NOMINAL_TOKENS
     """Counts of so many tokens are shares of any image's."""
 
 
