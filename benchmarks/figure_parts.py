@@ -41,13 +41,13 @@ METHODS = (
     "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,fastv,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,"
-    "sinkpruner-paper,sinkpruner-one-stage,sinkpruner+centred,divprune+centred,cdpruner+centred,tops"
+    "sinkpruner-paper,sinkpruner+centred,divprune+centred,cdpruner+centred,tops"
 )
 _VARIED = (
     "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
     "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,"
     "fastv,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "sinkpruner-paper,sinkpruner-one-stage,tops"
+    "sinkpruner-paper,tops"
 )
 _ROBOT = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"

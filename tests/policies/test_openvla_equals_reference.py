@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Policy
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from support.models.small_models import OPENVLA_SHAPES, OPENVLA_TOKEN_SHAPES
 from support.references.openvla import INSTRUCTION, OpenVlaReference
 from support.references.pi0 import frames
+from support.references.reference import one_stage
 from support.references.steps import Watched
 
 Array = np.ndarray[Any, Any]
@@ -63,9 +64,8 @@ def expected(
     rows = reference.rows(towers, INSTRUCTION, state, shape.chunk * shape.action_dim, budget)
     stages = None
     if budget is not None:
-        count, options = len(towers[0][0]), parse_budget("openvla-oft", budget)
-        cuts = prune_layers(shape.num_layers)
-        stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+        stage = one_stage(parse_budget("openvla-oft", budget), len(towers[0][0]), shape.num_layers)
+        stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
     run = reference.run(rows, budget, stages)
     actions = reference.actions(run.hidden, shape.chunk, shape.action_dim)
     assert np.abs(actions).max() > 1, "clipped actions would pass"
@@ -133,9 +133,8 @@ def test_actions_of_tokens_equal_the_reference(
     rows = torch_model.rows(towers, INSTRUCTION, None, 0, budget)
     stages = None
     if budget is not None:
-        count, options = len(towers[0][0]), parse_budget("openvla", budget)
-        cuts = prune_layers(shape.num_layers)
-        stages = {cut: [stage.of(count)] for cut, stage in zip(cuts, options.stages, strict=True)}
+        stage = one_stage(parse_budget("openvla", budget), len(towers[0][0]), shape.num_layers)
+        stages = {cut: [kept] for cut, kept in stage.items()}
     tokens, actions = torch_model.token_actions(rows, shape.action_dim, torch_model.run(rows, budget, stages))
     report = own.act(seen, INSTRUCTION, budget=budget or "none")
     assert len(set(tokens)) > 2 and all(31744 <= token < 32000 for token in tokens)

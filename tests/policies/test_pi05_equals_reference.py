@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Policy
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
@@ -25,6 +25,7 @@ from sinkprune.runtime.families.pi0 import state_prompt
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
 from support.references.pi05 import Pi05Reference, state_text
+from support.references.reference import one_stage
 from support.references.steps import Watched
 
 Array = np.ndarray[Any, Any]
@@ -165,8 +166,8 @@ def assert_equals_masked(
     towers = reference.tower(seen)
     prefix, sources = sanitized_rows(reference, towers, budget)
     options, count = parse_budget("pi0.5", budget), len(towers[0][0])
-    cuts = prune_layers(PI05_SHAPES[name].num_layers)
-    stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+    stage = one_stage(options, count, PI05_SHAPES[name].num_layers)
+    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
     masked = masked_prefix(reference, prefix, budget, stages)
     caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
     position = len(seen) * count + len(prefix.text)

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 from sinkprune import Policy
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from support.models.small_models import PI0_SHAPES
 from support.references.pi0 import INSTRUCTION, Pi0Reference, frames, masked_chunk, masked_prefix, sanitized_rows
+from support.references.reference import one_stage
 from support.references.steps import Watched
 
 Array = np.ndarray[Any, Any]
@@ -159,8 +160,8 @@ def assert_equals_masked(
     towers = tower_outputs(policy, reference, seen)
     prefix, sources = sanitized_rows(reference, towers, budget)
     options, count = parse_budget("pi0", budget), len(towers[0][0])
-    cuts = prune_layers(PI0_SHAPES[name].num_layers)
-    stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+    stage = one_stage(options, count, PI0_SHAPES[name].num_layers)
+    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
     masked = masked_prefix(reference, prefix, budget, stages)
     position = len(seen) * count + len(prefix.text)
     expected = masked_chunk(reference, masked, position, normalised(policy, state), noise[None], STEPS)

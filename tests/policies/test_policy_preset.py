@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Policy
-from sinkprune.contract.budgets import FAMILIES, prune_layers
+from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.presets import PRESETS, small_text
 from sinkprune.export.families import read_family
 from support.programs.commands import run
+from support.references.reference import one_stage
 
 BUDGETS = tuple(FAMILIES["pi0"].budgets)
 TOKENS, CAMERAS, LAYERS = 256, 3, 18
@@ -56,12 +57,12 @@ def test_a_preset_acts(budget: str, policy: Policy, photo: Image.Image) -> None:
     assert report.actions.shape == (50, 32) and np.isfinite(report.actions).all()
     assert (report.visual_tokens, report.steps) == (CAMERAS * TOKENS, 10)
     # A quota for each camera: what one camera's tokens become, three times (docs/policies.md).
-    stages = [TOKENS] * 4
+    stages, cut = [TOKENS] * 2, LAYERS
     if budget != "none":
-        counts = FAMILIES["pi0"].budgets[budget].resolve(TOKENS)
-        stages = [counts.kept, *counts.stages]
-    after = prune_layers(LAYERS)
-    expected = [stages[sum(layer > cut for cut in after)] for layer in range(LAYERS)]
+        shares = FAMILIES["pi0"].budgets[budget]
+        ((cut, left),) = one_stage(shares, TOKENS, LAYERS).items()
+        stages = [shares.resolve(TOKENS).kept, left]
+    expected = [stages[layer > cut] for layer in range(LAYERS)]
     assert report.tokens_per_layer == [CAMERAS * count for count in expected]
     for kept in report.images:
         assert kept.index.size == stages[0]

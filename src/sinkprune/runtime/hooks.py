@@ -73,8 +73,6 @@ class Restored(NamedTuple):
     """The pictures after the sanitizer and the projector; None where they must run."""
     stored: Sequence[StoredRows] = ()
     """The first rows of the prompt, in each of the first decoder segments."""
-    lead: int = 0
-    """The number of first rows of which `Rows.keep` needs what the selects read."""
 
 
 class Rows:

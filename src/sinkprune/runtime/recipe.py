@@ -97,7 +97,7 @@ def run_prompt(
     between, pruned = model.family.between_rows, plan is not None
     laid_out = lay_out(backend, model.embedding, between, texts, looked.layouts, encoded, pruned=pruned)
     seen.laid_out(laid_out)
-    prefilled = prefill(chain, planned, laid_out, clock, norms, restored.stored, restored.lead, answer)
+    prefilled = prefill(chain, planned, laid_out, clock, norms, restored.stored, answer)
     return PromptRun(
         prompt=looked.prompt,
         layouts=looked.layouts,

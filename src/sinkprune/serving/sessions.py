@@ -277,13 +277,12 @@ class SessionRows(Rows):
         self._key = PrefixKey.of(manifest, plan, self._digests, texts, question)
         self._lead_key = LeadKey.of(manifest, plan, texts)
         stored, self._new_lead = [*(self._cache.get(self._lead_key) or ())], self._cache.stores_lead(self._lead_key)
-        lead = len(self._lead_key.text) if self._new_lead else 0
         shared = self._cache.shared(self._key, texts[-1])
         if shared is None:
-            return Restored(None, stored, lead)
+            return Restored(None, stored)
         prefix, rows = shared
         stored[: len(prefix.saved)] = prefix.stored(rows)
-        return Restored(prefix.encoded, stored, lead)
+        return Restored(prefix.encoded, stored)
 
     def keep(self, chain: Chain, run: PromptRun) -> None:
         if self._cache.stores(self._key, run.prompt.texts[-1]):
@@ -296,7 +295,8 @@ class SessionRows(Rows):
         segments = segments_before_select(chain.segments, result.schedule.plan)
         pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
         saved = tuple(decoder.save(cache, length) for decoder, cache in pairs)
-        scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
+        read = next(iter(result.scored.values()), {})
+        scored = {name: chain.backend.numpy(tensor) for name, tensor in read.items()}
         visual_bytes = chain.model.hidden_size * chain.dtype.itemsize + chain.visual_token_bytes
         nbytes = kv_bytes(chain, [length] * segments) + sum(array.nbytes for array in scored.values())
         nbytes += visual_bytes * sum(one.rows for one in run.encoded)
@@ -307,7 +307,11 @@ class SessionRows(Rows):
         rows, result = len(self._lead_key.text), run.prefilled
         pairs = zip(chain.decoders, result.cache.segments, strict=True)
         saved = [decoder.save(cache, rows) for decoder, cache in pairs]
-        stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
+        scored = {
+            segment: {name: chain.backend.numpy(tensor)[..., :rows, :].copy() for name, tensor in read.items()}
+            for segment, read in result.scored.items()
+        }
+        stored = tuple(StoredRows(rows, own, scored.get(segment, {})) for segment, own in enumerate(saved))
         nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
         self._cache.put(self._lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, Session
 from sinkprune.contract.errors import NumericsError
+from sinkprune.serving import sessions
 from support.references.same_answers import assert_equal
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_ort_cuda import CudaRig
@@ -57,6 +58,24 @@ def test_the_host_reads_the_first_logits_then_two_numbers_for_each_token(
         assert answer.finish == "length"
         assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)
         assert device.reads[-2:] == [(1, 2)] * 2 and device.reads.count((1, 2)) == 2
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "qwen"])
+def test_a_session_reads_what_it_stores_after_the_first_logits(
+    name: str, model: Callable[..., Any], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The text before the picture is stored, short as it is.
+    monkeypatch.setattr(sessions, "WORTH_FLOPS", 0)
+    ours, device, theirs = model("ort-cuda", name)
+    session, vocabulary = Session(ours), ours.bundle.manifest.language_model.vocab_size
+    # New, about the same picture, about another: nothing, all rows and the first text are known.
+    for picture, question in [(photo, "What?"), (photo, "How many cups are there?"), (photo.rotate(90), "What?")]:
+        device.reads.clear()
+        answer = session.generate(picture, question, budget=FAMILIES[name], max_new_tokens=3)
+        assert device.reads[0] == (1, vocabulary)
+        expected = theirs.generate(picture, question, budget=FAMILIES[name], max_new_tokens=3)
+        assert answer.token_ids == expected.token_ids
+        assert answer.reused_rows > 0 or question == "What?"
 
 
 @pytest.mark.parametrize("what", ["tokens", "deepstack"])

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import PruningError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import METHODS
@@ -31,6 +31,7 @@ from support.models.small_models import (
 from support.programs.slow_cases import each_once, every, slow, slow_except
 from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
 from support.references.pruned_prompts import prompt_rows, sanitized
+from support.references.reference import one_stage
 from support.references.steps import QUESTION, ask
 
 NEW_TOKENS = 6
@@ -80,11 +81,9 @@ def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, 
 
     manifest = pipe.bundle.manifest
     layers, tokens = manifest.language_model.num_layers, answer.kept.norms.size // groups
-    shares = parse_budget(manifest.family, budget).stages
-    stages = {
-        cut: groups * max(1, tokens * share.numerator // share.denominator)
-        for cut, share in zip(prune_layers(layers), shares, strict=True)
-    }
+    nominal = 10_000 if manifest.any_resolution else None
+    stage = one_stage(parse_budget(manifest.family, budget), tokens, layers, nominal)
+    stages = {cut: groups * kept for cut, kept in stage.items()}
     later = embedded(model, answer.token_ids[:-1])
     masked = masked_forward(model, sequence, budget, stages, later=later)
     assert_survivors(answer, sequence, masked)

@@ -58,7 +58,7 @@ def test_an_answer_equals_the_reference_on_the_merged_tokens(
     start, end = len(before), len(before) + len(image)
     whole = np.concatenate([before, image, after])
     sequence = Sequence(whole, list(range(start, end)), list(range(end, len(whole))))
-    masked = masked_forward(torch_model, sequence, PLAIN, {1: 12, 2: 8, 4: 4})
+    masked = masked_forward(torch_model, sequence, PLAIN, {1: 7})
 
     steps = watched(pipe, photo, PROMPT, budget=MERGING, max_new_tokens=1)
     logits = pipe.backend.numpy(first_logits(pipe.chain, steps.prefill, Stopwatch(pipe.backend)))[0]

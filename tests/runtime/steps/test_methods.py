@@ -69,8 +69,9 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
     assert (inside["tops"], inside["vscan"]) == ((3, 6), (4,))
-    before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random"), ())
-    assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | {"sinkpruner-one-stage": (1,)} | inside | before
+    before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random", "sinkpruner-no-text-pruner"), ())
+    three = dict.fromkeys(("sinkpruner-paper", *WITH_HEADS), (1, 2, 4))
+    assert selects == dict.fromkeys(METHODS, (1,)) | three | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
         assert path.stat().st_size < 40_000
 
@@ -132,7 +133,7 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
-@pytest.mark.parametrize("method", [*IN_LLM, *WITH_HEADS])
+@pytest.mark.parametrize("method", [*IN_LLM, *WITH_HEADS, "sinkpruner-paper"])
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
@@ -146,7 +147,8 @@ def test_dropping_inside_the_llm_equals_masking(
                 words = pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids
                 asked = embedded(torch_model, words)
                 scores = text_scores(scores, image, asked, largest(norms, plan.counts.outliers))
-            kept, _ = sanitize(tokens, norms, scores, reserve=plan.counts.reserve, diverse=plan.counts.diverse)
+            counts, rounds = plan.counts, 1 if method == "sinkpruner-paper" else 8
+            kept, _ = sanitize(tokens, norms, scores, reserve=counts.reserve, diverse=counts.diverse, rounds=rounds)
             image = torch_model.model.multi_modal_projector(torch.from_numpy(kept)[None])[0].numpy()
     question = pipe.prompts.encode(["", PROMPT])
     rows = np.concatenate(

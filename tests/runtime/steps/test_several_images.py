@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import PromptError
 from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward
 from support.references.picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
-from support.references.reference import beside_kept, sanitize
+from support.references.reference import beside_kept, one_stage, sanitize
 from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
 
 Array = np.ndarray[Any, Any]
@@ -106,9 +106,10 @@ def masked_by_hand(
         prompt = torch.tensor([every])
         grids = torch.tensor([patch_grid(pipe, image) for image in images])
         positions = model.model.get_rope_index(prompt, (prompt == token).int(), grids)[0][:, 0, taken].numpy()
-    counts = [parse_budget(family, budget).resolve(n).of_groups(many).stages for n, many in kept]
-    cuts = prune_layers(pipe.bundle.manifest.language_model.num_layers)
-    stages = {cut: [count[stage] for count in counts] for stage, cut in enumerate(cuts)}
+    layers, options = pipe.bundle.manifest.language_model.num_layers, parse_budget(family, budget)
+    nominal = 10_000 if pipe.bundle.manifest.any_resolution else None
+    found = [(one_stage(options, n, layers, nominal), many) for n, many in kept]
+    stages = {cut: [stage[cut] * many for stage, many in found] for cut in found[0][0]}
     visual, text_rows = [row for group in groups for row in group], list(range(groups[-1][-1] + 1, len(rows)))
     deepstack = np.concatenate(added, axis=1) if added else None
     sequence = Rows(rows, visual, text_rows, positions, family, groups, deepstack)

@@ -118,7 +118,7 @@ def test_another_thread_may_cancel_while_a_token_is_computed(pipe: Pipeline, pho
 
 
 def test_a_closed_stream_has_no_answer(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
+    stream = new_stream(pipe, photo, 40)
     next(stream)
     stream.close()
     assert list(stream) == []
@@ -127,7 +127,7 @@ def test_a_closed_stream_has_no_answer(pipe: Pipeline, photo: Image.Image) -> No
 
 
 def test_an_exception_thrown_in_ends_it(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
+    stream = new_stream(pipe, photo, 40)
     next(stream)
     with pytest.raises(KeyError, match="mine"):
         stream.throw(KeyError("mine"))
@@ -136,7 +136,7 @@ def test_an_exception_thrown_in_ends_it(pipe: Pipeline, photo: Image.Image) -> N
 
 def test_a_stream_that_nobody_holds_is_freed_at_once(pipe: Pipeline, photo: Image.Image) -> None:
     observer = Observer()
-    stream, held = new_stream(pipe, photo, 6, observer), weakref.ref(observer)
+    stream, held = new_stream(pipe, photo, 40, observer), weakref.ref(observer)
     next(stream)
     gc.disable()
     try:

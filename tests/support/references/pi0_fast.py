@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import parse_budget
 from support.models.pi0_fast_checkpoints import SKIP, cosines
 from support.references.masking import Array, Sequence, embedded, masked_forward
-from support.references.reference import sanitize
+from support.references.reference import one_stage, sanitize
 
 Towers = Several[tuple[Array, Array, Array]]
 """Tokens [N,D], norms and salience [N] of each camera."""
@@ -64,9 +64,7 @@ def tokens_of(model: Any, prompt: Sequence, count: int, most: int, budget: str |
     """The likeliest `most` tokens after a prompt whose cameras have `count` tokens each."""
     stages: dict[int, int | list[int]] = {}
     if budget is not None:
-        shares = parse_budget("pi0-fast", budget).stages
-        cuts = prune_layers(model.config.text_config.num_hidden_layers)
-        stages = {cut: share.of(count) for cut, share in zip(cuts, shares, strict=True)}
+        stages |= one_stage(parse_budget("pi0-fast", budget), count, model.config.text_config.num_hidden_layers)
     found = list[int]()
     while len(found) < most:
         later = embedded(model, found)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import Budget, prune_layers
+
 Array = np.ndarray[Any, Any]
 
 
@@ -57,6 +59,23 @@ def diversity(
         kept += taken
         remaining = [x for x in remaining if x not in taken]
     return chosen
+
+
+def one_stage(budget: Budget, tokens: int, num_layers: int, nominal: int | None = None) -> dict[int, int]:
+    """What the default's stage keeps of `tokens` visual tokens, by its layer: the mean of the paper's three stages.
+
+    With `nominal`, the mean is of so many tokens, and the stage keeps that share of `tokens`.
+    """
+    cuts, whole = prune_layers(num_layers), nominal or tokens
+    counts = budget.resolve(whole)
+    visible, after = counts.kept, []
+    for layer in range(num_layers):
+        if layer > cuts[0]:
+            after.append(visible)
+        if layer in cuts:
+            visible = min(visible, counts.stages[cuts.index(layer)])
+    mean = max(1, int(sum(after) / len(after) + 0.5))
+    return {cuts[0]: max(1, tokens * mean // whole)}
 
 
 def sanitize(

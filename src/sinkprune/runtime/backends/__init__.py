@@ -182,8 +182,8 @@ class Backend(Protocol):
         """
         raise RuntimeError("at_tokens needs enqueues")
 
-    def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
-        """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""
+    def join(self, parts: Sequence[Tensor], order: Array, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return [1,S,d], or that in `shape`: rows of `parts` [...,d], numbered through all, in `order` [S] int64."""
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the parts [1,...] of `tensor` [G,...]."""

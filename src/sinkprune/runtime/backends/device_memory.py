@@ -91,11 +91,11 @@ class DeviceMemory(CacheMemory):
         self.gpu.copy_out(array, tensor.address)
         return array
 
-    def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
-        """Return [1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
+    def join(self, parts: Sequence[DeviceTensor], order: Array, shape: Shape | None = None) -> DeviceTensor:
+        """Return rows of `parts` in `order`, copied on the device, run by run."""
         width, dtype = parts[0].shape[-1], parts[0].dtype
         row = width * dtype.itemsize
-        joined = self.empty((1, len(order), width), dtype)
+        joined = self.empty(shape or (1, len(order), width), dtype)
         for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
             self.gpu.copy(joined.address + place * row, parts[part].address + first * row, count * row)
         return joined

@@ -38,13 +38,13 @@ def row_runs(lengths: Sequence[int], order: Array) -> Iterator[tuple[int, int, i
             place += length
 
 
-def joined(parts: Sequence[Array], order: Array) -> Array:
-    """Return [1,S,d]: rows of the host arrays `parts` [...,d], numbered through all parts, in `order` [S] int64."""
+def joined(parts: Sequence[Array], order: Array, shape: tuple[int, ...] | None = None) -> Array:
+    """Return `Backend.join` of the host arrays `parts`."""
     rows = [part.reshape(-1, part.shape[-1]) for part in parts]
     together = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
     for part, first, count, place in row_runs([len(part) for part in rows], order):
         together[0, place : place + count] = rows[part][first : first + count]
-    return together
+    return together.reshape(shape or together.shape)
 
 
 ROOM = 64

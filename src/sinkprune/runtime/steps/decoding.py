@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +36,18 @@ class StoredRows(NamedTuple):
     scored: Mapping[str, Array]
     """The segment's `SCORED` outputs, on the host; empty where no select follows."""
 
-    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of later rows, or empty."""
-        joined = {}
-        for name, stored in self.scored.items():
-            later = [backend.numpy(outputs[name])] if outputs else []
-            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
+    def joined(self, backend: Backend, outputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Return the `SCORED` outputs of all `rows` of the prompt; `outputs` are those of later rows, or empty."""
+        stored = {name: backend.tensor(array[..., : self.rows, :]) for name, array in self.scored.items()}
+        if not outputs:
+            return stored
+        joined, first, later = {}, np.arange(self.rows), np.arange(rows - self.rows)
+        for name, array in self.scored.items():
+            # On the device, where nothing waits: the stored rows of each head, then its later ones.
+            *heads, _, width = array.shape
+            head = np.arange(prod(heads))[:, None]
+            order = np.hstack([head * len(first) + first, head.size * len(first) + head * len(later) + later])
+            joined[name] = backend.join([stored[name], outputs[name]], order.ravel(), (*heads, rows, width))
         return joined
 
 
@@ -70,10 +77,8 @@ class Prefill:
     """What was kept."""
     keep_index: Mapping[int, Tensor]
     """After each pruning layer: the rows that survived it, among its input rows."""
-    scored: Mapping[str, Tensor]
-    """The outputs of all rows that the first select read; empty without a select."""
-    lead: Mapping[int, Mapping[str, Array]]
-    """By segment with a select: its `SCORED` outputs of the prompt's first rows, on the host."""
+    scored: Mapping[int, Mapping[str, Tensor]]
+    """By segment with a select: its `SCORED` outputs, of all rows that the select read."""
 
 
 def prefill(
@@ -83,16 +88,14 @@ def prefill(
     clock: Stopwatch,
     norms: Tensor | None = None,
     stored: Sequence[StoredRows] = (),
-    lead: int = 0,
     answer: int = 0,
 ) -> Prefill:
     """Run all rows of a prompt through the segments, with the selects of the schedule's plan between them.
 
     `norms` [G,N] are those of the first picture, for plans that keep shares of N: their selects read N from the
     shape. Bundles for several pictures use quotas in the place of shares. The first segments start after the rows
-    that are `stored` of each. `Prefill.lead` is of the first `lead` rows. Caches expect `answer`
-    rows more. Raises `BundleError` where the prompt's
-    number of visual rows differs from the schedule.
+    that are `stored` of each. Caches expect `answer` rows more. Raises `BundleError` where the prompt's number of
+    visual rows differs from the schedule.
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
@@ -101,7 +104,7 @@ def prefill(
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
         selects, cache = _Selects(chain, schedule, rows, norms, clock), KVCache([], [])
-        keep_index, scored, leads = dict[int, Tensor](), dict[str, Tensor](), dict[int, dict[str, Array]]()
+        keep_index, scored = dict[int, Tensor](), dict[int, Mapping[str, Tensor]]()
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
         # From the schedule: reading a shape from the device would wait for it.
         visual = schedule.per_layer(chain.model.num_layers)
@@ -125,17 +128,14 @@ def prefill(
             cache.next_positions.append(length if compact else rows.positions.next)
             if last in selects.kept:
                 if earlier:
-                    outputs = earlier.joined(backend, outputs)
-                scored = scored or {name: outputs[name] for name in SCORED}
-                if lead:
-                    whole = {name: backend.numpy(outputs[name]) for name in SCORED}
-                    leads[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
+                    outputs = earlier.joined(backend, outputs, length)
+                scored[segment] = {name: outputs[name] for name in SCORED}
                 keep_index[last] = selects(last, outputs)
                 given, start = selects.left, 0
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
     chain.note_prefill(plan, text, len(rows.visual))
-    return Prefill(given["hidden"], cache, schedule, keep_index, scored, leads)
+    return Prefill(given["hidden"], cache, schedule, keep_index, scored)
 
 
 class _Selects:

@@ -265,9 +265,8 @@ class OrtBackend(Backend):
     def stack(self, parts: Sequence[Any]) -> Any:
         return self.tensor(np.concatenate([part.numpy() for part in parts]))
 
-    def join(self, parts: Sequence[Any], order: Array) -> Any:
-        """Return [1,S,d]: rows of `parts` in `order`."""
-        return self.tensor(joined([tensor.numpy() for tensor in parts], order))
+    def join(self, parts: Sequence[Any], order: Array, shape: tuple[int, ...] | None = None) -> Any:
+        return self.tensor(joined([tensor.numpy() for tensor in parts], order, shape))
 
 
 class _OrtEngine:

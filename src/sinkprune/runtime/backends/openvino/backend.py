@@ -107,8 +107,8 @@ class OpenVinoBackend(Backend):
     def numpy(self, tensor: Array) -> Array:
         return tensor
 
-    def join(self, parts: Sequence[Array], order: Array) -> Array:
-        return joined(parts, order)
+    def join(self, parts: Sequence[Array], order: Array, shape: tuple[int, ...] | None = None) -> Array:
+        return joined(parts, order, shape)
 
 
 @dataclass(frozen=True)
