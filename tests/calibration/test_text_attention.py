@@ -129,10 +129,10 @@ def test_pruned_it_is_what_transformers_attends_to_without_what_was_dropped(
     source = (kept.index + kept.norms.shape[1] * np.arange(len(kept.index))[:, None]).ravel()
     sinks = dict(zip(sequence.visual, sinks_of(steps, source.tolist()), strict=True))
     expected, alive = {}, list(range(rows.length))
-    for layer, survivors in masked.survivors.items():
+    for layer in prune_layers(torch_model.config.text_config.num_hidden_layers):
         visual = [row for row in alive if row in sinks]
         expected[layer] = (weights[layer], visual, sequence.text, [sinks[row] for row in visual])
-        alive = survivors
+        alive = masked.survivors.get(layer, alive)
     found = observed(bundle(name), image, Combination("sinkpruner", budget))
     assert_layers(found, expected)
     assert found.rows == len(sinks) < kept.norms.size

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune import Pipeline
+from sinkprune.contract.budgets import one_stage
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.manifest import BUNDLE, EMBEDDING, MANIFEST
@@ -83,7 +84,7 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
     assert manifest.plan("sinkpruner", "none") is None
     plan = manifest.plan("sinkpruner", "retain-64")
     assert plan is not None
-    assert plan.counts == manifest.budgets["retain-64"].resolve(64)
+    assert plan.counts == one_stage(manifest.budgets["retain-64"], 64, 8).resolve(64)
     assert list(plan.select_after) == ["1"]
     for method, budget, said in (
         ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*sinkprune-export --budgets"),

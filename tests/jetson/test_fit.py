@@ -31,7 +31,7 @@ def test_a_7b_by_hand() -> None:
     flops = layers * 2 * (4 * n * d * d + 2 * n * n * d + 3 * n * d * m)
     assert model.rows["none"].prefill_flops == flops
     assert model.rows["none"].tokens_per_layer == (576,) * 32
-    assert model.rows["retain-64"].tokens_per_layer == (129,) * 3 + (110,) * 4 + (74,) * 9 + (42,) * 16
+    assert model.rows["retain-64"].tokens_per_layer == (129,) * 3 + (61,) * 29
     fp16, int8, int4 = model.forms
     weights = layers * (4 * d * d + 3 * d * m) + vocabulary * d
     cache = 2 * layers * n * d * 2

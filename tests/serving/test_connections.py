@@ -195,7 +195,7 @@ def test_a_connection_lives_on_between_requests_and_while_its_answer_takes_long(
             time.sleep(0.1)
             [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
             assert connection.is_idle()
-    body: dict[str, Any] = {**BODY, "max_tokens": 400, "min_new_tokens": 400, "stream": True}
+    body: dict[str, Any] = {**BODY, "max_tokens": 900, "min_new_tokens": 900, "stream": True}
     began = time.monotonic()
     with httpx.stream("POST", f"{hasty}/v1/chat/completions", json=body, timeout=60) as response:
         *_, last = filter(None, response.iter_lines())

@@ -30,7 +30,7 @@ from support.stand_ins.processor_features import fastest_floats
 
 GRAPHS = (
     *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),
-    *(f"sinkpruner/retain-64/{name}" for name in ("sanitizer", *(f"select_after_{n}" for n in (1, 2, 4)))),
+    *(f"sinkpruner/retain-64/{name}" for name in ("sanitizer", "select_after_1")),
 )
 WITH_WEIGHTS = GRAPHS[:7]
 CHOOSING = GRAPHS[7:]

@@ -36,7 +36,7 @@ def test_images_stand_where_the_prompt_has_places(
     expected = pipe.generate([*files], pieces, budget="retain-64", max_new_tokens=8)
     assert answer["token_ids"] == expected.token_ids
     assert answer["visual_tokens"] == 128
-    assert answer["tokens_per_layer"] == [30, 30, 24, 16, 16, 8, 8, 8]
+    assert answer["tokens_per_layer"] == [30, 30, 14, 14, 14, 14, 14, 14]
     with Image.open(kept) as drawn:
         # Both pictures at a long side of 1100, a legend below each
         assert drawn.height > 733 + 1100

@@ -34,7 +34,7 @@ def test_two_pictures_in_the_other_dialect(
     assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
     assert answer.token_ids == expected.sequences[0, -8:].tolist()
     pruned = pipe.generate(images, QUESTION, budget="prune-80", max_new_tokens=2)
-    assert pruned.tokens_per_layer == [58, 38, 24, 24, 14, 14]
+    assert pruned.tokens_per_layer == [58, 22, 22, 22, 22, 22]
 
 
 def test_nothing_is_shared_between_questions_and_tokens_of_choices_run_one_by_one(

@@ -176,8 +176,8 @@ def test_other_methods_keep_the_same_mean_of_every_tile(
 @pytest.mark.parametrize(
     ("name", "size", "budget", "lengths"),
     [
-        ("next", (230, 200), "retain-320", [75, 60, 40, 40, 20, 20]),
-        ("qwen", (672, 560), "prune-88.9", [121, 86, 52, 52, 28, 28]),
+        ("next", (230, 200), "retain-320", [75, 35, 35, 35, 35, 35]),
+        ("qwen", (672, 560), "prune-88.9", [121, 49, 49, 49, 49, 49]),
     ],
 )
 def test_fp16_keeps_the_same_lengths(

@@ -50,7 +50,7 @@ def jpeg_of_scans() -> bytes:
 
 def jpeg_of_exif_segments() -> bytes:
     data = saved("JPEG")
-    return data[:2] + (b"\xff\xe1\xff\xffExif\0\0" + bytes(0xFFFF - 8)) * 500 + data[2:]
+    return data[:2] + (b"\xff\xe1\xff\xffExif\0\0" + bytes(0xFFFF - 8)) * 1000 + data[2:]
 
 
 def tiff_of_many_tags() -> bytes:

@@ -14,15 +14,15 @@ from sinkprune.contract.errors import BundleError
 from support.models.manifests import manifest_data, write_data
 
 
-@pytest.mark.parametrize(("stage", "told"), [(0, 5), (1, 1), (2, 0)])
+@pytest.mark.parametrize("told", [0, 5, 8])
 def test_a_stage_that_keeps_others_than_told_is_refused(
-    stage: int, told: int, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+    told: int, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "bundle"))
     data = manifest_data(root)
     counts = data["plans"]["sinkpruner"]["retain-64"]["counts"]
-    assert counts["stages"][stage] != told
-    counts["stages"][stage] = told
+    assert counts["stages"] != [told]
+    counts["stages"] = [told]
     write_data(root, data)
     with pytest.raises(BundleError, match=r"kept \d+ visual tokens, the bundle says \d+"):
         Pipeline.load(root).generate(photo, "What is this?", budget="retain-64", max_new_tokens=1)

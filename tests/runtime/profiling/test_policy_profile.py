@@ -119,7 +119,7 @@ def test_the_command_measures_a_policy(profile: Callable[..., Any], tmp_path: Pa
     own = report["budgets"]["prune-88.9"]
     lines = outcome.stdout.splitlines()
     assert max(map(len, lines)) <= TEXT_WIDTH
-    tokens = ["prune-88.9", "64", "16", "3", f"{100 * own['mean_visual_tokens'] / 64:.1f}"]
+    tokens = ["prune-88.9", "64", "16", "6", f"{100 * own['mean_visual_tokens'] / 64:.1f}"]
     assert any(line.split()[:5] == tokens for line in lines)
     assert f"{100 * own['efficiency']['prefix']:.0f} %" in outcome.stdout
     assert "one round does not show how much runs differ" in outcome.stdout

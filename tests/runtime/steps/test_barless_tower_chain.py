@@ -42,7 +42,10 @@ def test_an_answer_is_that_of_the_tokens_off_the_bars(
     tensors = {name: pipe.backend.tensor(array) for name, array in given.items()}
     found = {name: pipe.backend.numpy(one)[0] for name, one in pipe.chain.plan_engine(BARLESS_TOWER)(tensors).items()}
     budget = parse_budget("llava", PLAIN)
-    counts, (left,) = budget.resolve(48), one_stage(budget, 48, pipe.bundle.manifest.language_model.num_layers).values()
+    counts, (left,) = (
+        budget.resolve(48),
+        one_stage(budget, 48, pipe.bundle.manifest.language_model.num_layers).values(),
+    )
     _, index = sanitize(
         found["tokens"], found["norms"], found["salience"], reserve=counts.reserve, diverse=counts.diverse
     )

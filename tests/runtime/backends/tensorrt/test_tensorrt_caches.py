@@ -42,8 +42,8 @@ def test_calls_are_captured_at_their_second_use_and_replayed_from_then_on(
         rig.clear()
         ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.enqueued() == 0 and "begin_capture" not in rig.device.calls
-    # A pass is the decoders and the head. Before the first are frames, tower, sanitizer, projector and selects.
-    assert rig.device.calls.count("replay") == NEW_TOKENS * (len(rig.decoders) + 1) + 7
+    # A pass is the decoders and the head. Before the first are frames, tower, sanitizer, projector and select.
+    assert rig.device.calls.count("replay") == NEW_TOKENS * (len(rig.decoders) + 1) + 5
 
 
 def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
