@@ -6,7 +6,10 @@ It names the budget whose sanitizer runs. Budgets and counts are those of sinkpr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.logger import init_logger
 
 from sinkprune_vllm.sanitizer import Counts
 
@@ -53,9 +56,9 @@ def budget_of(hf_config: Any) -> str | None:
 
     Raises `ValueError` for an option of another form.
     """
-    option = getattr(hf_config, NAME, None)
-    if option is None:
+    if not hasattr(hf_config, NAME):
         return None
+    option = getattr(hf_config, NAME)
     if not isinstance(option, Mapping) or option.keys() != {KEY} or not isinstance(option[KEY], str):
         raise ValueError(f'option \'{NAME}\' is {option!r}, expected the name of a budget: {{"{KEY}": "retain-64"}}.')
     return option[KEY]
@@ -83,6 +86,7 @@ def check(config: VllmConfig) -> None:
     model = config.model_config
     budget = budget_of(model.hf_config) if model is not None else None
     if budget is None:
+        _check_spelling(model)
         return
     family = FAMILIES.get(model.architecture)
     if family is None:
@@ -91,7 +95,10 @@ def check(config: VllmConfig) -> None:
             "Leave the option out."
         )
     if budget not in family.budgets:
-        raise ValueError(f"unknown budget '{budget}'. {model.architecture} has {', '.join(family.budgets)}.")
+        raise ValueError(
+            f"unknown budget '{budget}'. {model.architecture} has {', '.join(family.budgets)}. To prune nothing, "
+            f"leave option '{NAME}' out."
+        )
     hf, mm, lora = model.hf_config, model.multimodal_config, config.lora_config
     tower, strategy = hf.vision_config.model_type, getattr(hf, "vision_feature_select_strategy", "default")
     for name, given, why in [
@@ -114,3 +121,11 @@ def check(config: VllmConfig) -> None:
             raise ValueError(f"option '{NAME}' does not work with {name}: {why}. Leave one of the two out.")
     if family.corrects_positions:
         mm.video_pruning_rate = NO_VIDEO_PRUNED
+    init_logger(f"vllm.{NAME}").info("pictures are pruned by the sanitizer of %s", budget)
+
+
+def _check_spelling(model: Any) -> None:
+    """Raise `ValueError` if the overrides of a model without the option have a key that is nearly its name."""
+    given = model.hf_overrides if model is not None and isinstance(model.hf_overrides, Mapping) else ()
+    for wrong in get_close_matches(NAME, given, 1):
+        raise ValueError(f"--hf-overrides has '{wrong}', which nothing reads: expected '{NAME}', or no such key.")

@@ -192,6 +192,8 @@ QWEN, SIGLIP = {"model": str(MODELS / "qwen3-vl")}, {"model_type": "siglip_visio
 WRONG = {
     "another budget's name": ({"hf_overrides": overrides("retain-65")}, "has retain-192, retain-128"),
     "no name": ({"hf_overrides": {"sinkprune": "retain-64"}}, "expected the name of a budget"),
+    "a misspelt option": ({"hf_overrides": {"sinkprun": {"sanitizer_of": "retain-64"}}}, "expected 'sinkprune'"),
+    "null": ({"hf_overrides": {"sinkprune": None}}, "expected the name of a budget"),
     "another key": ({"hf_overrides": {"sinkprune": {"budget": "retain-64"}}}, "expected the name of a budget"),
     "SigLIP": ({"hf_overrides": {**overrides("retain-64"), "vision_config": SIGLIP}}, "it needs clip_vision_model"),
     "a compiled tower": ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
