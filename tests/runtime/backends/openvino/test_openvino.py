@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -197,3 +198,29 @@ def test_a_signal_after_two_pipelines_are_gone_is_handled(bundle: Callable[..., 
     command = python_command(program, str(bundle("gqa-112")))
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+
+
+def test_programs_of_few_threads_do_not_share_the_first_core(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    """OpenVINO pins the thread that calls it to a core while it computes, unless it is told not to."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two cores are needed")
+    own = os.sched_getaffinity(0)
+    # Workers of pytest-xdist are bound to a core.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        every, seen, caller = os.sched_getaffinity(0), set[int](), threading.get_native_id()
+        pipe, done = Pipeline.load(bundle("gqa-112"), backend="openvino", threads=1), threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                seen.add(len(os.sched_getaffinity(caller)))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(3):
+            pipe.generate(photo, "What is this?", budget="none", max_new_tokens=8)
+        done.set()
+        watcher.join()
+        assert seen == {len(every)}
+    finally:
+        os.sched_setaffinity(0, own)

@@ -91,6 +91,8 @@ class Cpu:
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,
             "INFERENCE_NUM_THREADS": self.threads,
+            # OpenVINO pins threads to the first cores, the caller's too: programs of few threads would share those.
+            "ENABLE_CPU_PINNING": self.threads >= usable_cores(),
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
