@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import (
     FAMILIES,
@@ -10,11 +14,13 @@ from sinkprune.contract.budgets import (
     Budget,
     Counts,
     Share,
+    one_stage,
     parse_budget,
     prune_layers,
     scaled_layers,
 )
 from sinkprune.contract.errors import BudgetError
+from support.references import reference
 
 LLAVA_576 = {
     "retain-192": Counts(6, 1, 192, 192, (345, 195, 138)),
@@ -122,3 +128,20 @@ def test_prune_layers_of_any_depth_ascend_and_leave_a_layer_behind_them() -> Non
     # The last stage would follow the last layer.
     with pytest.raises(BudgetError, match="after layers 1, 2, 3"):
         scaled_layers((8, 16, 24), 4)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.integers(4, 60),
+    st.integers(1, 3000),
+    st.sampled_from(
+        ["retain-192", "retain-32", "retain-192+from-retain-32", "retain-64+no-sanitizer", "retain-128+no-diversity"]
+    ),
+)
+def test_one_stage_keeps_the_mean_of_three(num_layers: int, tokens: int, name: str) -> None:
+    budget = parse_budget("llava", name)
+    kept = one_stage(budget, tokens, num_layers)
+    assert kept.resolve(tokens).stages == tuple(reference.one_stage(budget, tokens, num_layers).values())
+    assert replace(kept, stages=budget.stages) == budget
+    none = replace(budget, stages=())
+    assert one_stage(none, tokens, num_layers) == none

@@ -228,7 +228,7 @@ def one_stage(budget: Budget, tokens: int, num_layers: int) -> Budget:
     _, *kept = accumulate((counts.kept, *counts.stages), min)
     total = sum(number * stage for number, stage in zip(layers, kept, strict=True))
     mean = round_half_up(Fraction(total, num_layers - 1 - first))
-    return replace(budget, stages=(Share(max(1, mean), tokens),))
+    return replace(budget, stages=(Share(mean, tokens),))
 
 
 def scaled_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def one_stage(budget: Budget, tokens: int, num_layers: int, nominal: int | None 
             after.append(visible)
         if layer in cuts:
             visible = min(visible, counts.stages[cuts.index(layer)])
-    mean = max(1, int(sum(after) / len(after) + 0.5))
+    mean = int(sum(after) / len(after) + 0.5)
     return {cuts[0]: max(1, tokens * mean // whole)}
 
 
