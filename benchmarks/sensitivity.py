@@ -33,7 +33,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import THREADS
 
-OWN = "sinkpruner"
+OWN = "sinkpruner-paper"
 
 
 @dataclass(frozen=True)

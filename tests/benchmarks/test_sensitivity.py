@@ -56,7 +56,7 @@ def test_every_variant_keeps_the_mean_and_is_compared_with_the_method(
     words = ["--checkpoint", checkpoint("gqa-112"), "--data", task, "--budgets", "retain-192", "--json", told]
     assert sensitivity.main([*map(str, words)]) == 0
     found = {variant["method"]: variant for variant in json.loads(told.read_text())}
-    own = found["sinkpruner"]
+    own = found["sinkpruner-paper"]
     assert (own["layers"], own["reserve"], own["diverse"], own["stages"]) == ([1, 2, 4], 21, 21, [38, 21, 15])
     assert {name: variant["layers"] for name, variant in found.items() if name in SHIFTS} == {
         "all-earlier": [0, 1, 3],

@@ -84,8 +84,8 @@ def export_bundle(
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         stages = {layer for plan in plans_of_all for layer in plan.select_after}
-        # In four parts whichever of the layers prune: one graph of nearly all layers needs more memory, and schedules
-        # and heads are chosen among these cuts.
+        # After all prune layers, whichever of them prune: one graph of nearly all layers needs more memory, and
+        # schedules and heads are chosen among these cuts.
         cut_after = tuple(sorted({*stages, *prune_layers(lm.num_layers)})) if stages else ()
         # The last layers: of a policy's last one only keys and values are exported.
         depth = lm.num_layers

@@ -187,7 +187,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 MOST_STAGES = 3
-"""The stages of the paper."""
+"""As many as the paper's."""
 
 Price = Callable[[Array, tuple[int, ...]], Array]
 """Returns the prices [n] of plans. Arguments: the visual rows [n,S] that reach each segment, and the numbers of the
