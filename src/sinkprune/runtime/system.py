@@ -13,13 +13,18 @@ from threading import Lock, get_ident
 from sinkprune.contract.memory import ROOT, ControlGroup, control_groups
 
 
+def bound_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores(root: Path = ROOT) -> int:
     """Return how many cores this process may use at once, at least 1.
 
     That is the least of the cores it is bound to and of the CPU time that each of its control groups gets, in whole
     cores rounded up: 1.5 cores are 2 threads. The system's files are read below `root`.
     """
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = bound_cores()
     quotas = [quota for group in control_groups("cpu", root) if (quota := _quota(group)) is not None]
     return max(1, min(bound, *map(ceil, quotas))) if quotas else bound
 

@@ -12,7 +12,7 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.openvino.graphs import group_in_int8
-from sinkprune.runtime.system import usable_cores
+from sinkprune.runtime.system import bound_cores, usable_cores
 
 # Importing this module writes an identifier to the home directory, and reports the import to the vendor.
 _REPORTS = "openvino.tools.ovc"
@@ -92,7 +92,7 @@ class Cpu:
             "NUM_STREAMS": 1,
             "INFERENCE_NUM_THREADS": self.threads,
             # OpenVINO pins threads to the first cores, the caller's too: programs of few threads would share those.
-            "ENABLE_CPU_PINNING": self.threads >= usable_cores(),
+            "ENABLE_CPU_PINNING": self.threads >= bound_cores(),
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
