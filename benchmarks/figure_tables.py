@@ -49,6 +49,7 @@ def savings_short(figures: Figures) -> str:
     report, methods = figures["report"], figures.get("methods")
     head = ["budget", "visual tokens: picture, into the LLM, last layer"]
     right = {"none": methods["report"]["none"], **methods["report"]["methods"]["sinkpruner"]} if methods else {}
+    asked = methods["report"]["questions"] if methods else 0
     rows = [
         [
             f"`{name}`",
@@ -63,7 +64,7 @@ def savings_short(figures: Figures) -> str:
         f"Tokens and times: `{report['model']}` (CLIP-L/336 and a 1.1 B Llama, random weights) in "
         f"{report['weights']['decoder']} on `{report['backend']}`;\n"
         f"medians of {report['repeat']} rounds; {_where(figures)}.\n"
-        "Accuracy: the pocket model in fp32, 748 questions about drawn scenes.\n\n"
+        + (f"Accuracy: the pocket model in fp32, {asked} questions about drawn scenes.\n\n" if asked else "\n")
         + _table([*head, "TTFT ms", "speed-up", "accuracy (pocket model)"], rows)
     )
 
