@@ -56,13 +56,14 @@ WHERE = "2026-01-31, 2 threads of a shared Some Processor (AVX-512 with bf16), o
 
 def test_savings() -> None:
     sinkpruner = {"retain-64": {"accuracy": 0.959}}
-    methods = {"report": {"none": {"accuracy": 0.987}, "methods": {"sinkpruner": sinkpruner}}}
+    methods = {"report": {"questions": 702, "none": {"accuracy": 0.987}, "methods": {"sinkpruner": sinkpruner}}}
     row = "| `retain-64` | 576, 129, 42 | 1551 | 2.56x | "
     for others, accuracy in (({}, "-"), ({"methods": methods}, "95.9 %")):
         text = figure_tables.savings_short(MEASURED | others)
         assert "`llava-1.1b` (CLIP-L/336 and a 1.1 B Llama, random weights) in int4 on `ort-cpu`;" in text
         assert f"medians of 9 rounds; {WHERE}." in text
         assert text.splitlines()[-1] == f"{row}{accuracy} |"
+        assert ("702 questions about drawn scenes" in text) == ("methods" in others)
 
 
 def test_savings_in_full() -> None:
