@@ -222,7 +222,7 @@ print(*seen, len(os.sched_getaffinity(0)))
 
 
 def test_programs_of_few_threads_do_not_share_the_first_core(bundle: Callable[..., Path]) -> None:
-    """OpenVINO pins the thread that calls it to a core while it computes, unless it is told not to."""
+    """By default OpenVINO binds the calling thread to a core while it computes."""
     words = [sys.executable, "-c", UNPINNED, str(bundle("gqa-112"))]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert len(set(done.stdout.split())) == 1 and not done.returncode, (done.stdout, done.stderr)
