@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs this project on an emulated aarch64 processor: `make test-aarch64`. docs/measurements/emulated.md describes what is compared.
+# Runs this project on an emulated aarch64 processor: `make test-aarch64`. docs/hardware.md describes what is compared.
 #
 # usage: aarch64.sh BIN FOLDER; BIN is an environment with the `dev` extra, FOLDER is made once and used again.
 # shellcheck source=tests/emulated/checks.sh

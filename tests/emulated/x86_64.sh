@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs this project on an emulated x86-64 processor: `make test-x86-64 CPU=Haswell`. docs/measurements/emulated.md has what was found.
+# Runs this project on an emulated x86-64 processor: `make test-x86-64 CPU=Haswell`. docs/hardware.md has what was found.
 #
 # usage: x86_64.sh BIN FOLDER CPU; BIN is an environment with the `dev` extra, CPU a model of `qemu-x86_64 -cpu help`.
 # shellcheck source=tests/emulated/checks.sh

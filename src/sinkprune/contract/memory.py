@@ -2,7 +2,7 @@
 
 Weights count as backends hold them, and states and caches as a request with known pictures fills them. The factors of
 CPUs were measured on x86-64 with bundles of 0.15 to 1.1 billion weights. Tests compare the sum with measured peaks.
-The factors of GPUs are assumptions, with which one measured peak agrees (docs/measurements/gpu-h200-deadlines.md).
+The factors of GPUs are assumptions, with which one measured peak agrees (docs/measurements/gpu-h200.md).
 """
 
 from __future__ import annotations
