@@ -186,6 +186,15 @@ PARTS = {
         {"robot-success": robot_success, "robot-paired": robot_paired, "robot-times": robot_times},
         by_default=False,
     ),
+    "oft": Part(
+        (
+            "sinkprune-export demo/pocket-oft -o {work}/oft --force --max-images 2 --chunk 8 --bounds q01-q99 "
+            "--methods sinkpruner,random,downsample,divprune,cdpruner",
+            "python benchmarks/robot/robot_success.py {work}/oft --episodes 500 --json {json}",
+        ),
+        {"oft-success": robot_success, "oft-paired": robot_paired, "oft-times": robot_times},
+        by_default=False,
+    ),
     "peers": Part(
         (
             "python benchmarks/peers.py --folder {work}/peers --json {json} --plot docs/peers.png --repeat 9 "

@@ -37,6 +37,7 @@ INCLUDED = {
     "src/sinkprune/demo/pocket/README.md": "pocket-llava.md",
     "src/sinkprune/demo/pocket-qwen3/README.md": "pocket-qwen3.md",
     "src/sinkprune/demo/pocket-robot/README.md": "pocket-robot.md",
+    "src/sinkprune/demo/pocket-oft/README.md": "pocket-oft.md",
 }
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

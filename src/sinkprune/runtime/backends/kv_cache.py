@@ -147,13 +147,19 @@ class BufferedDecoder(Decoder):
             self._make_room(cache, length)
         past_length = self._memory.tensor(np.array([cache.length], np.int64))
         outputs = self._engine({**inputs, "past_length": past_length, **cache.buffers})
-        if not self._in_place:
+        if self._in_place:
+            cache.length = length
+        else:
             # After the run, because new room may hold values that are not finite until the rows are written.
-            self._make_room(cache, length)
-            pairs = [(outputs[output], cache.buffers[name]) for output, name in self._names.items()]
-            self._memory.copy_rows(pairs, cache.length, rows)
-        cache.length = length
+            self.append(outputs, cache, rows)
         return outputs
+
+    def append(self, new: Mapping[str, Tensor], cache: BufferedCache, rows: int) -> None:
+        """Write the `rows` rows [1,Hkv,S,h] of `new`, by the graph's outputs, behind those of `cache`."""
+        self._make_room(cache, cache.length + rows)
+        pairs = [(new[output], cache.buffers[name]) for output, name in self._names.items()]
+        self._memory.copy_rows(pairs, cache.length, rows)
+        cache.length += rows
 
     def keys_and_values(self, cache: BufferedCache) -> dict[str, Tensor]:
         return dict(cache.buffers)

@@ -1,4 +1,4 @@
-"""Backend ort-cpu+openvino-prefill: prompts on OpenVINO, tokens on ONNX Runtime, and caches that move once."""
+"""Backend ort-cpu+openvino-prefill: prompts on OpenVINO, tokens on ONNX Runtime, and rows in the caches of both."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_rounded_forms_answer_nearly_the_same(form: str, bundle: Callable[..., P
     assert_alike(ours, theirs, photo)
 
 
-def test_each_cache_moves_once_and_whole(
+def test_both_libraries_hold_the_rows_of_a_prompt_until_the_first_token(
     bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: dict[str, list[int]] = {"openvino": [], "onnxruntime": []}
-    moved: list[int] = []
-    in_openvino, in_onnxruntime, restore = (
+    held: list[int] = []
+    in_openvino, in_onnxruntime, in_either = (
         _OpenVinoDecoder.__call__,
         BufferedDecoder.__call__,
-        BufferedDecoder.restore,
+        _PrefillDecoder.__call__,
     )
 
     def run_prompt(decoder, inputs, cache):  # type: ignore[no-untyped-def]
@@ -55,25 +55,34 @@ def test_each_cache_moves_once_and_whole(
         rows["onnxruntime"].append(inputs["hidden"].shape()[1])
         return in_onnxruntime(decoder, inputs, cache)
 
-    def moving(decoder, saved, count, length):  # type: ignore[no-untyped-def]
-        new = restore(decoder, saved, count, length)
-        for name, tensor in saved.buffers.items():
-            array = tensor.numpy()
-            assert array.shape[2] == count == new.length and np.isfinite(array).all() and array.any()
-            buffer = new.buffers[name].numpy()
-            np.testing.assert_array_equal(buffer[:, :, :count], array)
+    def check(decoder, cache, count):  # type: ignore[no-untyped-def]
+        assert cache.length == cache.of_prompt.length == count
+        states = decoder._prompts.keys_and_values(cache.of_prompt)
+        assert {*states} == {*cache.of_tokens.buffers}
+        for name, tensor in cache.of_tokens.buffers.items():
+            buffer = tensor.numpy()
+            assert states[name].shape[2] == count and buffer.any()
+            np.testing.assert_array_equal(buffer[:, :, :count], states[name])
             assert not buffer[:, :, count:].any()
-        moved.append(count)
-        return new
+
+    def run_either(decoder, inputs, cache):  # type: ignore[no-untyped-def]
+        if inputs["hidden"].shape()[1] == 1 and cache.of_prompt is not None:
+            held.append(cache.length)
+            check(decoder, cache, cache.length)
+            fewer = cache.length - 3
+            check(decoder, decoder.restore(decoder.save(cache, fewer), fewer, cache.length), fewer)
+        outputs = in_either(decoder, inputs, cache)
+        assert inputs["hidden"].shape()[1] > 1 or cache.of_prompt is None
+        return outputs
 
     monkeypatch.setattr(_OpenVinoDecoder, "__call__", run_prompt)
     monkeypatch.setattr(BufferedDecoder, "__call__", run_token)
-    monkeypatch.setattr(BufferedDecoder, "restore", moving)
+    monkeypatch.setattr(_PrefillDecoder, "__call__", run_either)
     ours = Pipeline.load(bundle("gqa-112"), backend=BACKEND)
     answer, logits = asked(ours, photo, budget="retain-64")
     segments = len(ours.chain.segments)
-    assert len(rows["openvino"]) == len(moved) == segments
-    assert rows["openvino"] == moved and min(moved) > 1
+    assert len(rows["openvino"]) == len(held) == segments
+    assert rows["openvino"] == held and min(held) > 1
     assert rows["onnxruntime"] == [1] * segments * (len(logits) - 1)
     # Answers that alternate have their own caches.
     streams = [ours.stream(photo, "What is on the table?", budget="retain-64", max_new_tokens=4) for _ in range(2)]

@@ -23,7 +23,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import TOWER_IN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedCache, joined
+from sinkprune.runtime.backends.kv_cache import BufferedCache, BufferedDecoder, joined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.openvino.devices import DEVICES, import_openvino, words
@@ -46,8 +46,11 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
 class OpenVinoBackend(Backend):
     """OpenVINO on one of `DEVICES`. Calls of engines return when they are done."""
 
-    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
-        """Raises `BackendError` where openvino or the device is missing, or lacks the type `compute`."""
+    def __init__(self, name: str, threads: int | None, compute: Compute, *, gives_rows: bool = False) -> None:
+        """With `gives_rows`, decoder segments also return the new rows of their caches.
+
+        Raises `BackendError` where openvino or the device is missing, or lacks the type `compute`.
+        """
         openvino = import_openvino(name)
         self._openvino, self._core = openvino, openvino.Core()
         # On some processors it keeps reading matrices from a mapped file, and a truncated file would end the process.
@@ -55,7 +58,7 @@ class OpenVinoBackend(Backend):
         self._core.set_property({"ENABLE_MMAP": False})
         self.turn = Turns()
         self.compiles_lengths = True
-        self._reader = GraphReader(openvino, self._core)
+        self._reader = GraphReader(openvino, self._core, gives_rows=gives_rows)
         self._device = DEVICES[name](self._core, name, threads, compute)
         self.name = name
         self.threads, self.compute, self.cache = self._device.threads, self._device.compute, self._device.cache
@@ -218,13 +221,14 @@ class OrtWithOpenVinoBackend(OrtBackend):
     """`ort-cpu`, with the graphs `of_openvino` on `openvino`. Tensors are OrtValues."""
 
     of_openvino: tuple[str, ...] = OF_OPENVINO
+    gives_rows = False
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
         super().__init__(name, threads, compute)
         # Imported here, so that an error names this backend.
         import_openvino(name)
-        self._openvino = OpenVinoBackend("openvino", threads, compute)
+        self._openvino = OpenVinoBackend("openvino", threads, compute, gives_rows=self.gives_rows)
         self.compute = f"{self.compute}{TOWER_IN}{self._openvino.compute}"
         self.versions |= self._openvino.versions
         self.turn = self._openvino.turn
@@ -264,6 +268,7 @@ class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
     """`openvino` for pictures and prompts, `ort-cpu` for new tokens. Both hold the weights of the decoder."""
 
     of_openvino = (*OF_OPENVINO, "projector")
+    gives_rows = True
     compiles_lengths = True
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
@@ -278,50 +283,50 @@ class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
             return lambda inputs: own({name: self.tensor(array) for name, array in inputs.items()})
 
         prompts = self._openvino.load_decoder(model, form, wrapped)
-        return _PrefillDecoder(prompts, super().load_decoder(model, form, wrap), self)
+        tokens = super().load_decoder(model, form, wrap)
+        assert isinstance(tokens, BufferedDecoder)
+        return _PrefillDecoder(prompts, tokens)
 
 
 @dataclass
 class _PrefillCache(Cache):
-    """The keys and values of one segment, of one answer, in one of the two libraries."""
+    """The keys and values of one segment, of one answer, in both libraries."""
 
+    of_tokens: BufferedCache
     of_prompt: Any
-    """OpenVINO's cache; None after the first new token."""
-    of_tokens: Any = None
-    """ONNX Runtime's cache; None until then."""
+    """OpenVINO's cache; None after the first single row, which is ONNX Runtime's."""
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        return int((self.of_prompt or self.of_tokens).length)
+        return self.of_tokens.length
 
 
 class _PrefillDecoder(Decoder):
-    """A segment in OpenVINO and in ONNX Runtime; the first single row moves a cache from one to the other."""
+    """A segment in OpenVINO and in ONNX Runtime. Both get the rows of a prompt: reading OpenVINO's states is slow."""
 
-    def __init__(self, prompts: Decoder, tokens: Decoder, backend: OpenVinoPrefillBackend) -> None:
-        self._prompts, self._tokens, self._backend = prompts, tokens, backend
+    def __init__(self, prompts: Decoder, tokens: BufferedDecoder) -> None:
+        self._prompts, self._tokens = prompts, tokens
 
     def new_cache(self, expected: int = 0) -> _PrefillCache:
-        return _PrefillCache(self._prompts.new_cache())
+        return _PrefillCache(self._tokens.new_cache(expected), self._prompts.new_cache())
 
     def __call__(self, inputs: Mapping[str, Any], cache: _PrefillCache) -> dict[str, Any]:
-        if cache.of_prompt is not None and inputs["hidden"].shape()[1] > 1:
-            return self._prompts(_arrays(inputs), cache.of_prompt)
-        if cache.of_prompt is not None:
-            rows = cache.length
-            buffers = BufferedCache(self.keys_and_values(cache), rows, rows)
-            cache.of_prompt, cache.of_tokens = None, self._tokens.restore(buffers, rows, rows + 1)
-        return self._tokens(inputs, cache.of_tokens)
+        rows = inputs["hidden"].shape()[1]
+        if cache.of_prompt is None or rows == 1:
+            cache.of_prompt = None
+            return self._tokens(inputs, cache.of_tokens)
+        outputs = self._prompts(_arrays(inputs), cache.of_prompt)
+        self._tokens.append(outputs, cache.of_tokens, rows)
+        return outputs
 
     def keys_and_values(self, cache: _PrefillCache) -> dict[str, Any]:
-        if cache.of_prompt is None:
-            return self._tokens.keys_and_values(cache.of_tokens)
-        held = self._prompts.keys_and_values(cache.of_prompt)
-        return {name: self._backend.tensor(array) for name, array in held.items()}
+        return self._tokens.keys_and_values(cache.of_tokens)
 
-    def save(self, cache: _PrefillCache, rows: int) -> dict[str, Array]:
-        held = self.keys_and_values(cache)
-        return {name.removeprefix("past_"): tensor.numpy()[:, :, :rows].copy() for name, tensor in held.items()}
+    def save(self, cache: _PrefillCache, rows: int) -> BufferedCache:
+        return self._tokens.save(cache.of_tokens, rows)
 
-    def restore(self, saved: dict[str, Array], rows: int, length: int, expected: int = 0) -> _PrefillCache:
-        return _PrefillCache(self._prompts.restore(saved, rows, length))
+    def restore(self, saved: BufferedCache, rows: int, length: int, expected: int = 0) -> _PrefillCache:
+        states = {name.removeprefix("past_"): array for name, array in _arrays(saved.buffers).items()}
+        return _PrefillCache(
+            self._tokens.restore(saved, rows, length, expected), self._prompts.restore(states, rows, length)
+        )

@@ -231,9 +231,10 @@ _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
 class GraphReader:
     """Reads the ONNX files of a bundle into OpenVINO models."""
 
-    def __init__(self, openvino: Any, core: Any) -> None:
+    def __init__(self, openvino: Any, core: Any, *, gives_rows: bool = False) -> None:
+        """With `gives_rows`, decoder segments return the new rows of their caches, named as the caches were."""
         self._ov, self._ops = openvino, openvino.opset15
-        self._core = core
+        self._core, self._gives_rows = core, gives_rows
         extension = openvino.frontend.onnx.ConversionExtension
         # Held here, because the core does not keep them alive. As they hold it too, no core is ever freed. That takes
         # some MB, and is needed: when a CPU plugin is freed after an older one, it restores that one's stack for
@@ -300,9 +301,15 @@ class GraphReader:
             for target in past.get_target_inputs():
                 appended = target.get_node().get_type_name() == "Concat"
                 target.replace_source_output((rows if appended else before).output(0))
-            sinks.append(self._ops.assign(grown.get_node().input_value(0).get_node(), state))
+            joined = grown.get_node().input_value(0)
+            sinks.append(self._ops.assign(joined.get_node(), state))
             read.remove_result(grown.get_node())
             read.remove_parameter(past.get_node())
+            if self._gives_rows:
+                new = joined.get_node().input_value(1)
+                joined.get_tensor().set_names(set())
+                new.get_tensor().set_names({name})
+                read.add_results([self._ops.result(new)])
         read.add_sinks(sinks)
         read.validate_nodes_and_infer_types()
 
