@@ -20,10 +20,9 @@ from PIL import Image
 from sinkprune import Pipeline, Policy, Session
 from sinkprune.contract.errors import BackendError, NumericsError
 from sinkprune.runtime.backends.models import message_class
-from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, add_value
 from sinkprune.runtime.backends.onnxruntime import cuda
 from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on_device
-from sinkprune.runtime.backends.small_graphs import BEST
+from sinkprune.runtime.backends.small_graphs import BEST, ELEMENT_TYPES, add_value
 from sinkprune.runtime.device.captures import LEAST_BYTES
 from sinkprune.runtime.hooks import Budgets
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
