@@ -323,7 +323,7 @@ PALIGEMMA = _family(
 )
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
 PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
-PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0_fast:Pi0Fast", "pi0:Pi0", QWEN_BUDGETS)
+PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "pi0:Pi0", QWEN_BUDGETS)
 _OPENVLA = "OpenVLAForActionPrediction"
 OPENVLA = _family("openvla", _OPENVLA, "openvla:OpenVla", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla")
 OPENVLA_OFT = _family("openvla_oft", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS)

@@ -18,8 +18,7 @@ from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
-from sinkprune.runtime.backends.onnx_writer import GraphWriter
-from sinkprune.runtime.backends.small_graphs import graphs_of
+from sinkprune.runtime.backends.small_graphs import GraphWriter, graphs_of
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.frames import FrameForm
 

@@ -23,6 +23,7 @@ from sinkprune.contract.model_facts import (
 )
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
+from sinkprune.policies.fast import actions_of
 from sinkprune.policies.observation import Observation, robot_actions
 from sinkprune.policies.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.backends import Tensor
@@ -280,8 +281,6 @@ def run_chunk(
             )
         run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock, policy.new_tokens)
         if policy.fast is not None:
-            from sinkprune.policies.fast import actions_of
-
             with clock.measure("step_0"):
                 actions, new_tokens = actions_of(greedy_tokens(model, run), policy, model.prompts.tokenizer)
         elif policy.tokens is not None:

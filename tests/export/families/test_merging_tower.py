@@ -45,6 +45,48 @@ def run(graph: WeightedGraph, folder: Path, inputs: Mapping[str, Array]) -> dict
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
+class Towers:
+    """A small checkpoint's tower as a graph, on two pictures, next to its own layers."""
+
+    def __init__(self, name: str, checkpoint: Callable[[str], Path], model: Callable[[str], Any]) -> None:
+        folder = checkpoint(name)
+        self.family = read_family(str(folder), read_json(folder, "config.json"))
+        assert isinstance(self.family.vision, SquareTower)
+        self.facts, self._normed = self.family.vision, name == "pi0"
+        self._read = SafetensorsWeights(folder, None).tensor
+        self._tower = (Pi0Reference(folder).model.model.vlm if self._normed else model(name).model).vision_tower
+        side = self.facts.image_size
+        self._pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+    def run(
+        self, dialect: DialectName, build: Callable[[WeightedGraph], None], folder: Path, **inputs: Array
+    ) -> dict[str, Array]:
+        """The outputs of the graph that `build` writes."""
+        graph = new_graph(dialect, self._read)
+        build(graph)
+        return run(graph, folder, {"pixel_values": self._pixels.numpy(), **inputs})
+
+    def assert_equal(
+        self, found: dict[str, Array], group: int, merges: Mapping[int, int], places: Array | None = None
+    ) -> Array:
+        """That a picture's tokens, norms and salience are those of the layers; returns the owner of each place."""
+        pixels = self._pixels[group : group + 1]
+        expected = merged_tower(self._tower, pixels, self.facts.num_blocks, merges, places)
+        tokens = np.unique(expected.merged)
+        rows = expected.rows[tokens]
+        np.testing.assert_allclose(found["norms"][group], np.linalg.norm(rows, axis=1), rtol=1e-4)
+        if self._normed:
+            with torch.no_grad():
+                rows = self._tower.post_layernorm(torch.from_numpy(rows)).numpy()
+        np.testing.assert_allclose(found["tokens"][group], rows, atol=2e-4)
+        if isinstance(self.facts, SiglipTower):
+            salience = expected.attention[self.facts.salience_block].mean(axis=(0, 1))
+        else:
+            salience = expected.attention[-1][:, 0].mean(axis=0)
+        np.testing.assert_allclose(found["salience"][group], salience[tokens], atol=1e-6)
+        return expected.merged
+
+
 @pytest.mark.parametrize(("name", "dialect", "merges"), CASES)
 def test_merged_tokens_are_places_with_equal_rows(
     name: str,
@@ -54,66 +96,26 @@ def test_merged_tokens_are_places_with_equal_rows(
     model: Callable[[str], Any],
     tmp_path: Path,
 ) -> None:
-    folder = checkpoint(name)
-    family = read_family(str(folder), read_json(folder, "config.json"))
-    facts = family.vision
-    assert isinstance(facts, SquareTower)
-    graph = new_graph(dialect, SafetensorsWeights(folder, None).tensor)
-    build = cast("partial[None]", family.graphs([], ())["vision"])
-    build(graph, merges=merges)
-    pixels = torch.randn(2, 3, facts.image_size, facts.image_size, generator=torch.Generator().manual_seed(0))
-    found = run(graph, tmp_path, {"pixel_values": pixels.numpy()})
-
-    tower = (Pi0Reference(folder).model.model.vlm if name == "pi0" else model(name).model).vision_tower
+    towers = Towers(name, checkpoint, model)
+    build = cast("partial[None]", towers.family.graphs([], ())["vision"])
+    found = towers.run(dialect, partial(build, merges=merges), tmp_path)
     for group in range(2):
-        expected = merged_tower(tower, pixels[group : group + 1], facts.num_blocks, merges)
-        assert found["merged"][group].tolist() == expected.merged.tolist()
-        tokens = np.unique(expected.merged)
-        assert len(tokens) == facts.tokens - sum(merges.values())
-        rows = expected.rows[tokens]
-        norms = np.linalg.norm(rows, axis=1)
-        if name == "pi0":
-            with torch.no_grad():
-                rows = tower.post_layernorm(torch.from_numpy(rows)).numpy()
-        np.testing.assert_allclose(found["tokens"][group], rows, atol=2e-4)
-        np.testing.assert_allclose(found["norms"][group], norms, rtol=1e-4)
-        if isinstance(facts, SiglipTower):
-            salience = expected.attention[facts.salience_block].mean(axis=(0, 1))[tokens]
-        else:
-            salience = expected.attention[-1][:, 0].mean(axis=0)[tokens]
-        np.testing.assert_allclose(found["salience"][group], salience, atol=1e-6)
+        owner = towers.assert_equal(found, group, merges)
+        assert found["merged"][group].tolist() == owner.tolist()
+        assert len(np.unique(owner)) == towers.facts.tokens - sum(merges.values())
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("gqa-112", "opset24"), ("siglip-2", "opset20"), ("pi0", "opset24")])
 def test_patches_that_are_left_out_change_nothing_else(
     name: str, dialect: DialectName, checkpoint: Callable[[str], Path], model: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    folder = checkpoint(name)
-    family = read_family(str(folder), read_json(folder, "config.json"))
-    facts = family.vision
-    assert isinstance(facts, SquareTower)
-    graph = new_graph(dialect, SafetensorsWeights(folder, None).tensor)
-    family.other_towers[BARLESS_TOWER](graph)
-    pixels = torch.randn(2, 3, facts.image_size, facts.image_size, generator=torch.Generator().manual_seed(0))
+    towers = Towers(name, checkpoint, model)
     # Each picture its own.
-    draw = np.random.default_rng(0).permuted
-    places = np.sort(draw(np.tile(np.arange(facts.tokens), (2, 1)), axis=1)[:, : facts.tokens * 2 // 3])
-    found = run(graph, tmp_path, {"pixel_values": pixels.numpy(), "places": places})
-
-    tower = (Pi0Reference(folder).model.model.vlm if name == "pi0" else model(name).model).vision_tower
+    draw, tokens = np.random.default_rng(0).permuted, towers.facts.tokens
+    places = np.sort(draw(np.tile(np.arange(tokens), (2, 1)), axis=1)[:, : tokens * 2 // 3])
+    found = towers.run(dialect, towers.family.other_towers[BARLESS_TOWER], tmp_path, places=places)
     for group in range(2):
-        expected = merged_tower(tower, pixels[group : group + 1], facts.num_blocks, {}, places[group])
-        rows, norms = expected.rows, np.linalg.norm(expected.rows, axis=1)
-        if name == "pi0":
-            with torch.no_grad():
-                rows = tower.post_layernorm(torch.from_numpy(rows)).numpy()
-        np.testing.assert_allclose(found["tokens"][group], rows, atol=2e-4)
-        np.testing.assert_allclose(found["norms"][group], norms, rtol=1e-4)
-        if isinstance(facts, SiglipTower):
-            salience = expected.attention[facts.salience_block].mean(axis=(0, 1))
-        else:
-            salience = expected.attention[-1][:, 0].mean(axis=0)
-        np.testing.assert_allclose(found["salience"][group], salience, atol=1e-6)
+        towers.assert_equal(found, group, {}, places[group])
 
 
 @pytest.mark.parametrize("tokens", [2, 7, 16])

@@ -17,6 +17,7 @@ from sinkprune.export.pruning.equal_mean import (
     fewer_stages,
     mean_tokens,
     scaled_stages,
+    third_after,
     tokens_into_llm,
 )
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
@@ -83,13 +84,16 @@ def test_schedules_of_llava_7b() -> None:
             "uniform": ["retain-128", "retain-64"],
             "fastv": ["retain-128", "retain-64"],
             "sparsevlm": ["retain-64"],
+            "vscan": ["retain-64"],
+            "tops": ["retain-64"],
         }.items()
     }
     assert [found.kept for found in counts["uniform"]] == [135, 68]
     # (135.4 * 32 - 3 * 576) / 29 and (67.7 * 32 - 3 * 576) / 29
     assert [found.stages for found in counts["fastv"]] == [(90,), (15,)]
-    (sparsevlm,) = counts["sparsevlm"]
-    assert sparsevlm.stages == (27, 18, 10)
+    assert [(found.kept, *found.stages) for found in counts["sparsevlm"]] == [(576, 27, 18, 10)]
+    assert [(found.kept, *found.stages) for found in counts["vscan"]] == [(98, 33)]
+    assert [(found.kept, *found.stages) for found in counts["tops"]] == [(109, 54, 14)]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -101,6 +105,10 @@ def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, nam
     wanted = mean_tokens(own, cuts, num_layers)
     before = tokens_into_llm(model, budget)
     assert abs(before - wanted) <= Fraction(1, 2)
+    (half_way,) = scaled_layers((16,), num_layers)
+    into, third = third_after(model, budget, half_way)
+    assert 1 <= third <= into <= visual_tokens
+    assert abs(mean_tokens(Counts(0, 0, into, 0, (third,)), [half_way], num_layers) - wanted) <= Fraction(1, 2)
     if wanted >= mean_tokens(Counts(0, 0, visual_tokens, 0, (1, 1, 1)), cuts, num_layers):
         schedule = scaled_stages(model, budget, cuts, own.stages).resolve(visual_tokens)
         assert abs(mean_tokens(schedule, cuts, num_layers) - wanted) <= Fraction(1, 2)

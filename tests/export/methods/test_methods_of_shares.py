@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sinkprune.contract.budgets import FAMILIES, Counts, parse_budget
+from sinkprune.contract.budgets import FAMILIES, parse_budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.schedule import PictureSchedule, layer_flops
-from sinkprune.export.dialects import opset24
+from sinkprune.export.dialects import Dialect, opset20, opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget, VariableTokens
+from sinkprune.export.pruning.plan import MAX_ROUNDS, PlanFacts, PlanGraphs, UnreachableBudget, VariableTokens
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import every
-from support.references.reference_methods import BEFORE_LLM, Kept, visionzip
+from support.references.kept_tokens import SANITIZING, assert_keeps
+from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
 
 Array = np.ndarray[Any, Any]
 D = 16
-SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 480)
+SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 228)
 BUDGETS = FAMILIES["qwen3-vl"].budgets
+CHOOSING = [method for method in SANITIZING if not method.startswith("downsample")]
+"""The methods whose sanitizers serve pictures of any size, and have a reference."""
+READING = (*READ_THE_QUESTION, READING_SANITIZERS[0])
 # `downsample-ttft` has the budget's time, not its mean.
 EQUAL_MEAN = [method for method in ALL_METHODS if method != "downsample-ttft"]
 
@@ -46,43 +48,53 @@ def facts(layers: int = 28, most: int = 480, precision: str = "fp32", **more: An
     return PlanFacts(model, tokens, D, PRECISIONS[precision], opset24, **more)
 
 
-def features(n: int, *shape: int, seed: int = 0) -> dict[str, Array]:
+def features(n: int, groups: int = 1, seed: int = 0) -> dict[str, Array]:
     draw = np.random.default_rng(seed)
-    tokens = draw.standard_normal((*shape, n, D)).astype(np.float32)
+    tokens = draw.standard_normal((groups, n, D))
     # Some alike, some zero, some large
     tokens[..., n // 2 : n // 2 + n // 8, :] = tokens[..., : n // 8, :]
     tokens[..., n - n // 9 :, :] = 0
-    norms, salience = draw.random((2, *shape, n)).astype(np.float32)
-    return {"tokens": tokens, "norms": norms, "salience": (salience * 16).round() / 16}
+    norms, salience = draw.random((2, groups, n))
+    width = graphs.language_model().hidden_size
+    inputs = {
+        "tokens": tokens,
+        "norms": norms,
+        "salience": (salience * 16).round() / 16,
+        "embeddings": draw.standard_normal((groups, n, width)),
+        "question": draw.standard_normal((5, width)),
+    }
+    return {name: array.astype(np.float32) for name, array in inputs.items()}
 
 
-def expected(method: str, counts: Counts, tokens: Array, norms: Array, salience: Array) -> Kept:
-    """What the reference keeps, if the plan's counts are `counts`."""
-    build: Callable[..., Kept] = BEFORE_LLM[method]
-    if method.startswith("visionzip"):
-        build = partial(visionzip, filtered=method != "visionzip", contextual=counts.diverse)
-    return build(tokens, norms, salience, counts.reserve + counts.diverse)
-
-
-def sanitizer(plan: PlanGraphs) -> graphs.Run:
+def sanitizer(plan: PlanGraphs, library: str = "ort-cpu") -> graphs.Run:
     assert plan.sanitizer is not None
-    return graphs.loaded(plan.sanitizer)
+    return graphs.loaded(plan.sanitizer, library)
 
 
-@pytest.mark.parametrize("budget", ["prune-66.7", "prune-88.9"])
-@pytest.mark.parametrize("method", [name for name in BEFORE_LLM if not name.startswith("sinkpruner")])
-def test_one_sanitizer_keeps_the_references_tokens_at_any_n(method: str, budget: str) -> None:
-    plan = load_method(method)(facts(), BUDGETS[budget])
-    run = sanitizer(plan)
+@pytest.mark.parametrize(
+    ("method", "library"), [*((method, "ort-cpu") for method in CHOOSING), *((one, "openvino") for one in READING)]
+)
+@pytest.mark.parametrize(("budget", "dialect"), [("prune-66.7", opset24), ("prune-88.9", opset20)])
+def test_one_sanitizer_keeps_the_references_tokens_at_any_n(
+    method: str, library: str, budget: str, dialect: Dialect
+) -> None:
+    plan = load_method(method)(replace(facts(most=228), dialect=dialect), BUDGETS[budget])
+    run = sanitizer(plan, library)
     for n in SIZES:
-        inputs = features(n, 1, seed=n)
-        counts = plan.kept.resolve(n)
-        out = run(**inputs)
-        assert out["kept_tokens"].shape == (1, counts.kept, D)
-        if counts.kept:
-            rows, index = expected(method, counts, *(array[0] for array in inputs.values()))
-            assert out["kept_index"].tolist() == [index], n
-            np.testing.assert_allclose(out["kept_tokens"][0], rows, rtol=1e-5, atol=1e-5)
+        if plan.kept.resolve(n).kept:
+            assert_keeps(run, method, plan.kept, features(n, seed=n), any_size=True)
+
+
+def test_words_are_compared_at_the_temperature_of_the_family() -> None:
+    inputs = features(101)
+    # Nearly equal rows, so that no word has a token of its own.
+    inputs["embeddings"] = 0.05 * inputs["embeddings"] + inputs["embeddings"][:, :1]
+    arrays = (inputs["tokens"][0], inputs["embeddings"][0], inputs["question"])
+    plan = load_method("mmtok")(facts(most=228), BUDGETS["prune-77.8"])
+    llava, qwen = (
+        READ_THE_QUESTION["mmtok"](*arrays, plan.kept.resolve(101).kept, qwen=qwen)[1] for qwen in (False, True)
+    )
+    assert sanitizer(plan)(**inputs)["kept_index"].tolist() == [qwen] != [llava]
 
 
 @pytest.mark.parametrize("library", ["ort-cpu", "openvino"])
@@ -90,8 +102,7 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(method: str, budget:
 def test_shares_of_the_largest_images_are_exact_where_shapes_have_32_bits(method: str, library: str) -> None:
     n = 10_000
     plan = load_method(method)(facts(most=n), BUDGETS["prune-66.7"])
-    assert plan.sanitizer is not None
-    kept = graphs.loaded(plan.sanitizer, library)(**features(n, 1))["kept_index"]
+    kept = sanitizer(plan, library)(**features(n))["kept_index"]
     assert kept.shape == (1, plan.kept.resolve(n).kept)
 
 
@@ -102,11 +113,12 @@ def test_the_shares_of_the_longest_clip_fit_into_32_bits() -> None:
             assert all(share.numerator * 200_000 < 2**31 for share in (kept.reserve, kept.diverse, *kept.stages))
 
 
-@pytest.mark.parametrize("method", [*BEFORE_LLM, "random", "vscan"])
+@pytest.mark.parametrize("method", [*CHOOSING, "random"])
 def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
     inputs = features(6, 4)
     inputs["deepstack"] = np.random.default_rng(7).standard_normal((4, 6, 2 * D)).astype(np.float32)
-    whole = {name: array.reshape(1, 24, *array.shape[2:]) for name, array in inputs.items()}
+    whole = {name: array.reshape(1, 24, *array.shape[2:]) for name, array in inputs.items() if name != "question"}
+    whole["question"] = inputs["question"]
     clip = facts(most=6, groups=4, joined=True, deepstack=2)
     budget = parse_budget("qwen3-vl", "prune-77.8")
     alone, joined = (
@@ -120,39 +132,18 @@ def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
     frames = sanitizer(load_method(method)(clip, replace(budget, frames="apart")))(**inputs)
     each = sanitizer(load_method(method)(facts(most=6, deepstack=2), budget))
     for group in range(4):
-        one = each(**{name: array[group : group + 1] for name, array in inputs.items()})
-        for name, array in one.items():
+        own = {name: array if name == "question" else array[group : group + 1] for name, array in inputs.items()}
+        for name, array in each(**own).items():
             np.testing.assert_array_equal(frames[name][group], array[0])
 
 
-@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+@pytest.mark.parametrize("method", CHOOSING)
 def test_deepstack_goes_with_its_tokens(method: str) -> None:
     """Which tokens are kept is chosen by the tokens alone; what goes with them is gathered, and merged, alike."""
     sets, n = 3, 101
-    inputs = features(n, 1)
     beside = np.random.default_rng(5).standard_normal((1, n, sets * D)).astype(np.float32)
-    budget = BUDGETS["prune-77.8"]
-    plain = sanitizer(load_method(method)(facts(), budget))(**inputs)
-    plan = load_method(method)(facts(deepstack=sets), budget)
-    out = sanitizer(plan)(**inputs, deepstack=beside)
-    np.testing.assert_array_equal(out["kept_index"], plain["kept_index"])
-    np.testing.assert_allclose(out["kept_tokens"], plain["kept_tokens"], atol=1e-6)
-    index = out["kept_index"][0]
-    rows = beside[0, index]
-    if method.startswith("visionzip"):
-        counts = plan.kept.resolve(n)
-        whole, _ = visionzip(
-            *(array[0] for array in inputs.values()),
-            counts.kept,
-            filtered=method != "visionzip",
-            contextual=counts.diverse,
-            beside=beside[0],
-        )
-        rows = whole[:, D:]
-    elif method == "sinkpruner-no-text-pruner":
-        outliers = np.argsort(-inputs["norms"][0], kind="stable")[:2]
-        rows = np.concatenate([beside[0, outliers].mean(axis=0, keepdims=True), rows[1:]])
-    np.testing.assert_allclose(out["kept_deepstack"][0], rows, rtol=1e-5, atol=1e-5)
+    plan = load_method(method)(facts(most=228, deepstack=sets), BUDGETS["prune-77.8"])
+    assert_keeps(sanitizer(plan), method, plan.kept, {**features(n), "deepstack": beside}, any_size=True)
 
 
 def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
@@ -171,7 +162,20 @@ def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
             assert abs(mean_of(plan, n, layers) - mean_of(own, n, layers)) <= 2, (name, n)
 
 
-@pytest.mark.parametrize("method", ["divprune", "dart", "prunesid", "fastervlm", "visionzip", "random", "fastv"])
+@pytest.mark.parametrize(
+    "method", ["divprune", "dart", "prunesid", "fastervlm", "visionzip", "vscan", "random", "fastv"]
+)
 def test_more_than_topk_gives_is_rejected_with_the_size_that_fits(method: str) -> None:
     with pytest.raises(BudgetError, match=r"keeps \d+ in one step; TensorRT's TopK gives at most 3840.*--max-pixels"):
         load_method(method)(facts(most=20_000, precision="fp16"), BUDGETS["prune-66.7"])
+
+
+@pytest.mark.parametrize("method", ["scope", *READ_THE_QUESTION])
+def test_more_rounds_than_a_graph_has_are_rejected_with_the_size_that_fits(method: str) -> None:
+    most, budget = 6000, BUDGETS["prune-77.8"]
+    wanted = load_method("divprune")(facts(most=most), budget).kept.resolve(most).kept
+    fit = most * MAX_ROUNDS // wanted
+    assert wanted > MAX_ROUNDS
+    with pytest.raises(BudgetError, match=rf"one by one, at most {MAX_ROUNDS}\. Allow up to {fit} tokens only"):
+        load_method(method)(facts(most=most), budget)
+    load_method(method)(facts(most=fit), budget)

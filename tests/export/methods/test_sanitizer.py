@@ -36,25 +36,13 @@ def assert_equals_reference(
     **rule: Any,
 ) -> None:
     """Compare the graph of `method` with the reference and its `rule`, group by group."""
-    rule = {"rounds": budget.diversity_rounds} | rule
     _, n, d = tokens.shape
     tokens = tokens.astype(DTYPES[precision])
     norms, salience = norms.astype(np.float32), salience.astype(np.float32)
     out = graphs.method_sanitizer(method, n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
     assert out["kept_tokens"].dtype == DTYPES[precision]
     for group, kept_index in enumerate(out["kept_index"]):
-        kept, index = reference.sanitize(
-            tokens[group],
-            norms[group],
-            salience[group],
-            reserve=budget.reserve.of(n),
-            diverse=budget.diverse.of(n),
-            per_mille=budget.outlier_per_mille,
-            **rule,
-            remove_outliers=budget.remove_outliers,
-            aggregate=budget.aggregate,
-            raster=budget.order == "raster",
-        )
+        kept, index = reference.sanitize_at(budget, tokens[group], norms[group], salience[group], **rule)
         assert kept_index.tolist() == index
         sink = int(budget.remove_outliers and budget.aggregate)
         np.testing.assert_array_equal(out["kept_tokens"][group, sink:], kept[sink:])

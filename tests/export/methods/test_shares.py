@@ -45,17 +45,7 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision
         counts = budget.resolve(n)
         out = run(tokens=tokens, norms=norms, salience=salience)
         assert out["kept_tokens"].shape == (1, counts.kept, D)
-        kept, index = reference.sanitize(
-            tokens[0],
-            norms[0],
-            salience[0],
-            reserve=counts.reserve,
-            diverse=counts.diverse,
-            rounds=budget.diversity_rounds,
-            remove_outliers=budget.remove_outliers,
-            aggregate=budget.aggregate,
-            raster=budget.order == "raster",
-        )
+        kept, index = reference.sanitize_at(budget, tokens[0], norms[0], salience[0])
         assert out["kept_index"].tolist() == [index]
         np.testing.assert_allclose(out["kept_tokens"][0], kept, atol=1e-5 if precision == "fp32" else 1e-3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +22,6 @@ from sinkprune.contract.manifest import LeRobotResize
 from sinkprune.contract.precision import Array
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.device.dlpack import read_pixels
 from sinkprune.runtime.families import FITS, Fit, load_family
 from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
@@ -29,7 +29,7 @@ from sinkprune.runtime.families.llava_next import LlavaNextProcessor
 from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
 from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs, joined
 from sinkprune.runtime.frames.graphs import bilinear_form, square_form
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, read_pixels
 from sinkprune.serving.sessions import Session
 from support.stand_ins.fake_ort_cuda import CudaRig
 from support.stand_ins.fake_tensorrt import build_fake_engines
@@ -52,6 +52,16 @@ CLIP = {
     "do_center_crop": True,
     "crop_size": SQUARE,
     "do_pad": False,
+}
+NEXT = {
+    **CLIP,
+    "image_grid_pinpoints": [
+        [SIDE, 2 * SIDE],
+        [2 * SIDE, SIDE],
+        [2 * SIDE, 2 * SIDE],
+        [3 * SIDE, SIDE],
+        [SIDE, 3 * SIDE],
+    ],
 }
 SIZES = [(64, 48), (48, 64), (131, 97), (SIDE, SIDE), (20, 11), (1, 1), (400, 7)]
 
@@ -109,46 +119,39 @@ def by(form: FrameForm, backend: Host, processor: Any, pixels: Array) -> Array |
     return None if inputs is None else backend.numpy(inputs.prepared(backend)["pixel_values"])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("fit", FITS)
-def test_squares_are_those_of_pillow(backend: Host, fit: Fit, size: tuple[int, int]) -> None:
-    processor, pixels = SquareProcessor(CLIP).fitted(fit, SIDE), photo_of(size)
-    expected = processor(Image.fromarray(pixels))[None]
-    np.testing.assert_array_equal(prepared(backend, processor, pixels, CLIP), expected, strict=True)
-
-
-@pytest.mark.parametrize("resample", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [(131, 97), (20, 30)])
-def test_filters_are_those_of_pillow(backend: Host, resample: int, size: tuple[int, int]) -> None:
-    settings = {**CLIP, "resample": resample}
-    processor, pixels = SquareProcessor(settings), photo_of(size)
-    found = prepared(backend, processor, pixels, settings)
-    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
+def processors() -> Iterator[tuple[Any, dict[str, Any], tuple[int, int]]]:
+    """Yield processors with their settings, and the sizes of frames."""
+    for fit, size in product(FITS, SIZES):
+        yield SquareProcessor(CLIP).fitted(fit, SIDE), CLIP, size
+    for resample, size in product((1, 2, 3, 4, 5), [(131, 97), (20, 30)]):
+        yield SquareProcessor(own := {**CLIP, "resample": resample}), own, size
+    for changed in (
+        # What lies beyond the picture is black.
         {"size": {"shortest_edge": SIDE - 9}},
         {"do_resize": False},
         {"do_resize": False, "do_pad": True},
         {"do_center_crop": False, "size": SQUARE},
         {"do_rescale": False, "do_normalize": False},
-    ],
-)
-def test_crops_beyond_the_picture_are_black(backend: Host, changed: dict[str, Any]) -> None:
-    settings = {**CLIP, **changed}
-    processor, pixels = SquareProcessor(settings), photo_of((57, 33))
-    found = prepared(backend, processor, pixels, settings)
-    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
+    ):
+        yield SquareProcessor(own := {**CLIP, **changed}), own, (57, 33)
+    for size in SIZES[:-1]:
+        # A policy's bars are zero.
+        yield PaddedProcessor(own := {**PIXELS, "size": SQUARE, "pad_size": SQUARE}), own, size
+    for size in [(64, 48), (48, 64), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)]:
+        yield LlavaNextProcessor(NEXT, SIDE), NEXT, size
+        # The whole picture is last.
+        yield TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), PIXELS, size
 
 
-@pytest.mark.parametrize("size", SIZES[:-1])
-def test_a_policys_bars_are_zero(backend: Host, size: tuple[int, int]) -> None:
-    settings = {**PIXELS, "size": SQUARE, "pad_size": SQUARE}
-    processor, pixels = PaddedProcessor(settings), photo_of(size)
-    found = prepared(backend, processor, pixels, settings, masked=True)
-    np.testing.assert_array_equal(found, processor(Image.fromarray(pixels))[None])
+@pytest.mark.parametrize(("processor", "settings", "size"), [*processors()])
+def test_pixels_are_those_of_pillow(
+    processor: Any, settings: dict[str, Any], size: tuple[int, int], backend: Host
+) -> None:
+    pixels, masked = photo_of(size), isinstance(processor, PaddedProcessor)
+    expected = processor(Image.fromarray(pixels))
+    expected = expected if expected.ndim == 4 else expected[None]
+    found = prepared(backend, processor, pixels, settings, masked=masked)
+    np.testing.assert_array_equal(found, expected, strict=True)
 
 
 @pytest.mark.parametrize("kind", get_args(LeRobotResize))
@@ -161,24 +164,6 @@ def test_floats_are_those_of_lerobot(backend: Host, kind: str, size: tuple[int, 
     for dtype in (np.float32, np.float16):
         found = by(bilinear_form(SIDE, np.dtype(dtype), settings), backend, processor, reversed_view)
         np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
-
-
-@pytest.mark.parametrize("size", [(64, 48), (48, 64), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)])
-def test_tiles_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None:
-    grid = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE], [SIDE, 3 * SIDE]]
-    settings = {**CLIP, "image_grid_pinpoints": grid}
-    processor, pixels = LlavaNextProcessor(settings, SIDE), photo_of(size)
-    expected = processor(Image.fromarray(pixels))
-    np.testing.assert_array_equal(prepared(backend, processor, pixels, settings), expected, strict=True)
-    changed = LlavaNextProcessor({**settings, "size": {"shortest_edge": SIDE + 1}}, SIDE)
-    assert prepared(backend, changed, pixels, settings) is None
-
-
-@pytest.mark.parametrize("size", [(64, 48), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)])
-def test_tiles_with_the_whole_picture_last_are_those_of_pillow(backend: Host, size: tuple[int, int]) -> None:
-    processor, pixels = TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), photo_of(size)
-    expected = processor(Image.fromarray(pixels))
-    np.testing.assert_array_equal(prepared(backend, processor, pixels, PIXELS), expected, strict=True)
 
 
 def test_values_are_rounded_to_fp16_once(backend: Host) -> None:
@@ -204,6 +189,8 @@ def test_the_host_prepares_what_has_no_exact_sums(backend: Host) -> None:
     stretched = SquareProcessor({**CLIP, "size": SQUARE, "do_center_crop": False})
     assert prepared(backend, stretched, photo_of((5_000, 2)), CLIP) is not None
     assert prepared(backend, stretched, photo_of((44_000, 2)), CLIP) is None
+    other_tiles = LlavaNextProcessor({**NEXT, "size": {"shortest_edge": SIDE + 1}}, SIDE)
+    assert prepared(backend, other_tiles, photo_of((64, 48)), NEXT) is None
 
 
 @pytest.mark.parametrize(("name", "share"), [("qwen", None), ("qwen3-vl", Share(1, 4))])

@@ -90,7 +90,7 @@ def test_answers_equal_the_masked_full_sequence(
     if plan.sanitizer is None:
         rows, index = (whole if flat is None else np.concatenate([whole, flat], axis=-1)), [*range(len(whole))]
     else:
-        rows, index = kept_of(method, counts, features, question, beside=flat)
+        rows, index = kept_of(method, counts, features, question, beside=flat, any_size=True)
     width = torch_model.model.language_model.embed_tokens.weight.shape[1]
     sets = [rows[:, place : place + width] for place in range(width, rows.shape[1], width)]
     beside = np.stack(sets) if sets else None

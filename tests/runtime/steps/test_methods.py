@@ -23,9 +23,9 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.overlay import token_fates
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
+from support.references.kept_tokens import kept_of
 from support.references.masking import Sequence, embedded, likeliest, masked_forward
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
-from support.references.reference import largest, sanitize
+from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
     IN_LLM,
@@ -142,13 +142,9 @@ def test_dropping_inside_the_llm_equals_masking(
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
         if plan.sanitizer is not None:
-            tokens, norms, scores = (array[0] for array in tower_output(pipe, photo))
-            if method in READING_SANITIZERS:
-                words = pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids
-                asked = embedded(torch_model, words)
-                scores = text_scores(scores, image, asked, largest(norms, plan.counts.outliers))
-            counts, rounds = plan.counts, 1 if method == "sinkpruner-paper" else 8
-            kept, _ = sanitize(tokens, norms, scores, reserve=counts.reserve, diverse=counts.diverse, rounds=rounds)
+            features = [array[0] for array in tower_output(pipe, photo)]
+            words = embedded(torch_model, pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids)
+            kept, _ = kept_of(method, plan.counts, features, words, embeddings=image)
             image = torch_model.model.multi_modal_projector(torch.from_numpy(kept)[None])[0].numpy()
     question = pipe.prompts.encode(["", PROMPT])
     rows = np.concatenate(
@@ -177,7 +173,7 @@ def test_the_sanitizer_reads_the_question_of_the_user(
 ) -> None:
     """Kept are the reference's tokens, for the words of the last turn of the user, and of no other text."""
     torch_model = model("gqa-112")
-    tokens, norms, salience = (array[0] for array in tower_output(pipe, photo))
+    features = [array[0] for array in tower_output(pipe, photo)]
     with torch.no_grad():
         pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
@@ -185,10 +181,7 @@ def test_the_sanitizer_reads_the_question_of_the_user(
 
     def expected(words: str) -> list[int]:
         question = embedded(torch_model, pipe.prompts.tokenizer.encode(words, add_special_tokens=False).ids)
-        if method in READ_THE_QUESTION:
-            return READ_THE_QUESTION[method](tokens, image, question, counts.kept)[1]
-        scores = text_scores(salience, image, question, largest(norms, counts.outliers))
-        return sanitize(tokens, norms, scores, reserve=counts.reserve, diverse=counts.diverse)[1]
+        return kept_of(method, counts, features, question, embeddings=image)[1]
 
     options = {"method": method, "budget": "retain-192", "max_new_tokens": 1}
     asked = ("Which colour is the cup?", "zzz")

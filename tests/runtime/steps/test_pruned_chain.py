@@ -22,7 +22,7 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
-from support.references.reference import sanitize
+from support.references.reference import sanitize_at
 from support.references.steps import layout_of, tower_output, watched
 
 PROMPT = "Describe the image, please: which colour is the cup?"
@@ -69,20 +69,7 @@ CASES = [
 def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
     """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
     tokens, norms, salience = (array[0] for array in tower_output(pipe, image))
-    options = parse_budget("llava", budget)
-    index = list(range(len(tokens)))
-    if options.sanitizer:
-        tokens, index = sanitize(
-            tokens,
-            norms,
-            salience,
-            reserve=options.reserve.of(len(tokens)),
-            diverse=options.diverse.of(len(tokens)),
-            rounds=options.diversity_rounds,
-            remove_outliers=options.remove_outliers,
-            aggregate=options.aggregate,
-            raster=options.order == "raster",
-        )
+    tokens, index = sanitize_at(parse_budget("llava", budget), tokens, norms, salience)
     image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
     question = pipe.prompts.encode(["", PROMPT])
     before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))

@@ -18,7 +18,7 @@ from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward
 from support.references.picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
-from support.references.reference import beside_kept, one_stage, sanitize
+from support.references.reference import beside_kept, one_stage, sanitize_at
 from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
 
 Array = np.ndarray[Any, Any]
@@ -65,11 +65,7 @@ def sanitized(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Array, l
     groups = zip(*tower_output(pipe, image), strict=True)
     options, kept, sources, n = parse_budget(pipe.bundle.manifest.family, budget), [], [], 0
     for tokens, norms, salience in groups:
-        index = list(range(len(tokens)))
-        if options.sanitizer:
-            reserve, diverse = options.reserve.of(len(tokens)), options.diverse.of(len(tokens))
-            raster = options.order == "raster"
-            tokens, index = sanitize(tokens, norms, salience, reserve=reserve, diverse=diverse, raster=raster)
+        tokens, index = sanitize_at(options, tokens, norms, salience)
         kept.append(tokens)
         sources += [n + i for i in index]
         n += len(norms)

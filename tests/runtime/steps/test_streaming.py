@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, models
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.steps.answer import Answer
-from support.models.checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
+from support.models.checkpoints import IMAGE_TOKEN, Shape, as_llama, make_checkpoint, with_specials
 from support.programs.slow_cases import each_once
 
 STOP = 2
@@ -53,18 +53,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
         vocabulary[f"▁w{len(vocabulary) - FIRST_WORD}"] = len(vocabulary)
     vocabulary |= {"<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    special = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
-    )
+    return with_specials(as_llama(backend), ("<unk>", "<s>", "</s>", "<image>", "<pad>"))
 
 
 def make_scripted_checkpoint(folder: Path, script: list[int]) -> Path:

@@ -175,12 +175,8 @@ def _sizes(size: int) -> dict[str, Any]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of Llama's kind: prefix space, metaspace, byte fallback, BOS in front."""
-    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    """A tokenizer of Llama's kind, of tokens that it learns."""
+    backend = as_llama(Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)))
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=IMAGE_TOKEN,
@@ -191,12 +187,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.train_from_iterator([text, text.lower()], trainer)
     while backend.get_vocab_size() < IMAGE_TOKEN:
         backend.add_tokens([f"▁filler{backend.get_vocab_size()}"])
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>", "<image>", "<pad>")]
+    return with_specials(backend, ("<unk>", "<s>", "</s>", "<image>", "<pad>"))
+
+
+def as_llama(backend: Tokenizer) -> Tokenizer:
+    """Let a tokenizer put a space before a text, as older ones of Llama do, and read bytes."""
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return backend
+
+
+def with_specials(backend: Tokenizer, specials: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with special tokens: `<unk>`, `<s>`, which begins a text, `</s>`, and the last, which pads."""
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token=specials[-1]
     )

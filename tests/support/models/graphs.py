@@ -15,11 +15,11 @@ import onnx.inliner
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.held_files import HeldFile
-from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.manifest import DialectName, LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export import bundle_writer
 from sinkprune.export.checkpoint.presets import RandomWeights
-from sinkprune.export.dialects import opset24
+from sinkprune.export.dialects import load_dialect, opset24
 from sinkprune.export.families import Family
 from sinkprune.export.graph import Graph, WeightedGraph
 from sinkprune.export.methods import load_method
@@ -73,9 +73,11 @@ def select(model: LanguageModel, budget: Budget, tokens: int, precision: str = "
     return loaded(select_graph(model, budget, tokens, precision))
 
 
-def method_plan(method: str, n: int, d: int, budget: Budget, precision: str = "fp32") -> PlanGraphs:
+def method_plan(
+    method: str, n: int, d: int, budget: Budget, precision: str = "fp32", dialect: DialectName = "opset24"
+) -> PlanGraphs:
     """The plan of any method on a 32-layer decoder, for groups of `n` tokens of width `d`."""
-    return load_method(method)(_deep_facts(n, d, precision), budget)
+    return load_method(method)(_deep_facts(n, d, precision, dialect), budget)
 
 
 @cache
@@ -143,11 +145,10 @@ def operators_on_fp16(graph: Graph) -> set[str]:
     return {node.op_type for node in model.graph.node if fp16.intersection(node.input)}
 
 
-def _deep_facts(n: int, d: int, precision: str) -> PlanFacts:
+def _deep_facts(n: int, d: int, precision: str, dialect: DialectName = "opset24") -> PlanFacts:
     model = replace(language_model(), num_layers=32)
-    return PlanFacts(
-        model, n, d, PRECISIONS[precision], opset24, heads=heads_by_layer(model.num_layers, model.num_heads)
-    )
+    heads = heads_by_layer(model.num_layers, model.num_heads)
+    return PlanFacts(model, n, d, PRECISIONS[precision], load_dialect(dialect), heads=heads)
 
 
 def _plan(facts: PlanFacts, budget: Budget) -> Any:

@@ -76,25 +76,16 @@ def write_lerobot_checkpoint(
     mapping = {"VISUAL": "IDENTITY", "STATE": modes[0], "ACTION": modes[1]}
     side = config["vlm_config"]["vision_config"]["image_size"]
     written = {
-        "type": kind,
-        "n_obs_steps": 1,
+        **policy_fields(kind, side, config["chunk_size"], config["max_state_dim"], config["max_action_dim"]),
         "input_features": {CAMERAS[0]: features[CAMERAS[0]], **state, CAMERAS[1]: features[CAMERAS[1]]},
         "output_features": action,
         "device": "cpu",
         "use_amp": False,
         "push_to_hub": False,
-        "paligemma_variant": "gemma_2b",
-        "action_expert_variant": "gemma_300m",
         "dtype": "float32",
-        "chunk_size": config["chunk_size"],
-        "n_action_steps": config["chunk_size"],
-        "max_state_dim": config["max_state_dim"],
-        "max_action_dim": config["max_action_dim"],
         "num_inference_steps": 10,
         "min_period": 0.004,
         "max_period": 4.0,
-        "rtc_config": None,
-        "image_resolution": [side, side],
         "empty_cameras": 1,
         "tokenizer_max_length": 200 if kind == "pi05" else 48,
         "normalization_mapping": mapping,
@@ -106,6 +97,22 @@ def write_lerobot_checkpoint(
         if (source / name).exists():
             shutil.copy(source / name, folder)
     return folder
+
+
+def policy_fields(kind: str, side: int, chunk: int, state: int, actions: int) -> dict[str, Any]:
+    """The fields of config.json that all policies of pi0's kind have; the last two are the most numbers of each."""
+    return {
+        "type": kind,
+        "n_obs_steps": 1,
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+        "chunk_size": chunk,
+        "n_action_steps": chunk,
+        "max_state_dim": state,
+        "max_action_dim": actions,
+        "rtc_config": None,
+        "image_resolution": [side, side],
+    }
 
 
 def write_pipelines(

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+
+from support.models.checkpoints import as_llama, with_specials
 
 VOCAB, PAD, EMPTY, STOP = 32064, 32000, 29871, 2
 """Those of every published checkpoint: the code names them."""
@@ -234,16 +236,4 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     used = set(vocabulary.values())
     vocabulary |= {f"▁filler{number}": number for number in range(PAD) if number not in used}
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>", "<PAD>")]
-    )
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<PAD>"
-    )
+    return with_specials(as_llama(backend), ("<unk>", "<s>", "</s>", "<PAD>"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
-from support.models.pi0_checkpoints import IMAGE_TOKEN, draw_weights, pi0_tokenizer
+from support.models.pi0_checkpoints import IMAGE_TOKEN, draw_weights, pi0_tokenizer, siglip_config, siglip_pixels
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,7 @@ def make_paligemma_checkpoint(folder: Path, shape: PaliGemmaShape, seed: int = 0
         "image_processor_type": "SiglipImageProcessor",
         "processor_class": "PaliGemmaProcessor",
         "do_convert_rgb": None,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "image_seq_length": (size // 14) ** 2,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
+        **siglip_pixels(size),
         "size": {"height": size, "width": size},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -75,15 +68,5 @@ def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
             "attention_bias": shape.bias,
             "max_position_embeddings": 1024,
         },
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 96,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": shape.image_size,
-            "patch_size": 14,
-            "projection_dim": 72,
-            "vision_use_head": False,
-        },
+        vision_config=siglip_config(shape.image_size, 72),
     )

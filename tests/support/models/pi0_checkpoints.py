@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,15 +63,8 @@ def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
             "image_processor_type": "PI0ImageProcessor",
             "size": {"max_height": size, "max_width": size},
             "pad_size": {"height": size, "width": size},
-            "do_resize": True,
             "do_pad": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "rescale_factor": 1 / 255,
-            "resample": 3,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "image_seq_length": (size // 14) ** 2,
+            **siglip_pixels(size),
         },
         **(statistics if shape.statistics else {}),
     }
@@ -94,17 +88,7 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
                 "vocab_size": VOCAB,
                 **heads,
             },
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 96,
-                "intermediate_size": 64,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "image_size": shape.image_size,
-                "patch_size": 14,
-                "projection_dim": 64,
-                "vision_use_head": False,
-            },
+            "vision_config": siglip_config(shape.image_size, 64),
         },
         dit_config={
             "model_type": "gemma",
@@ -117,6 +101,35 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
         max_state_dim=shape.state_dim,
         max_action_dim=shape.action_dim,
     )
+
+
+def siglip_pixels(size: int) -> dict[str, Any]:
+    """The settings that image processors of SigLIP's squares of `size` pixels share."""
+    return {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_seq_length": (size // 14) ** 2,
+    }
+
+
+def siglip_config(image_size: int, width: int) -> dict[str, Any]:
+    """The tower of a small PaliGemma, for a decoder of this `width`."""
+    return {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": image_size,
+        "patch_size": 14,
+        "projection_dim": width,
+        "vision_use_head": False,
+    }
 
 
 def pi0_tokenizer(

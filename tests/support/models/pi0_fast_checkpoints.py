@@ -17,7 +17,7 @@ from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Pre
 
 from sinkprune.export.checkpoint import lerobot
 from sinkprune.export.checkpoint.presets import PRESETS
-from support.models.lerobot_checkpoints import write_pipelines
+from support.models.lerobot_checkpoints import policy_fields, write_pipelines
 from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
 from support.models.pi0_checkpoints import pi0_tokenizer
 
@@ -119,20 +119,11 @@ def make_pi0_fast_checkpoint(folder: Path, shape: Pi0FastShape, **changes: Any) 
     actions = {ACTION: {"type": "ACTION", "shape": [shape.width]}}
     modes = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
     written = {
-        "type": "pi0_fast",
-        "n_obs_steps": 1,
+        **policy_fields("pi0_fast", side, shape.chunk, 8, 8),
         "input_features": features,
         "output_features": actions,
-        "paligemma_variant": "gemma_2b",
-        "action_expert_variant": "gemma_300m",
-        "chunk_size": shape.chunk,
-        "n_action_steps": shape.chunk,
-        "max_state_dim": 8,
-        "max_action_dim": 8,
         "max_action_tokens": 256,
         "use_relative_actions": False,
-        "rtc_config": None,
-        "image_resolution": [side, side],
         "empty_cameras": 0,
         "tokenizer_max_length": 200,
         "text_tokenizer_name": lerobot.TOKENIZER,

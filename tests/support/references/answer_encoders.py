@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, models
 
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.text.prompt import PromptEncoder
+from support.models.checkpoints import as_llama
 from support.models.qwen_checkpoints import qwen_tokenizer
 from support.programs.repository import ROOT
 
@@ -38,10 +39,8 @@ def _llama() -> Tokenizer:
     pieces += ["▁", *map(chr, range(33, 127)), "re", "d", "▁re", "▁red", "red", '"▁', "▁{", "▁▁"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("r", "e"), ("▁", "re"), ("▁re", "d"), ("re", "d"), ('"', "▁"), ("▁", "{"), ("▁", "▁")]
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = as_llama(
+        Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     )
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in pieces[:4]])
     return Tokenizer.from_str(json.dumps(json.loads(backend.to_str())))

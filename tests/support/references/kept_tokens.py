@@ -1,18 +1,31 @@
-"""The tokens that the sanitizer of any method keeps of a group, by its reference."""
+"""The tokens that a sanitizer of any method keeps of a group, by its reference, and a graph compared with it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.budgets import Counts
+from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.precision import DTYPES
+from sinkprune.export.methods import METHODS as ALL_METHODS
+from support.models.chosen_heads import WITH_HEADS
+from support.models.graphs import Run
 from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import ON_A_GRID, tops_rows, visionzip, vscan
+from support.references.reference_methods import IN_LLM, ON_A_GRID, tops_rows, visionzip, vscan
 
 Array = np.ndarray[Any, Any]
+SANITIZING = [
+    method
+    for method in ALL_METHODS
+    # `random` is no rule, and the methods with heads have the sanitizers of two others.
+    if method not in (*IN_LLM, "sinkpruner-no-sanitizer", "random", *WITH_HEADS)
+]
+"""The methods whose sanitizers have a reference."""
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-3}
 
 
 def kept_of(
@@ -23,11 +36,12 @@ def kept_of(
     *,
     beside: Array | None = None,
     embeddings: Array | None = None,
+    any_size: bool = False,
 ) -> tuple[Array, list[int]]:
     """The rows [n0,D'] and the tokens that a method with a sanitizer keeps; `beside` [N,E] goes with the tokens.
 
     `question` [T,d] are its words as the decoder receives them, and `embeddings` [N,d] the tokens as it does; None
-    where the tower projects them.
+    where the tower projects them. Pictures of `any_size` are those of Qwen's families.
     """
     tokens, norms, salience = features
     whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
@@ -38,8 +52,9 @@ def kept_of(
         options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}
         return visionzip(tokens, norms, salience, counts.kept, **options)  # type: ignore[arg-type]
     if method == "vscan":
+        side = math.isqrt(len(tokens))
         # Pictures of one size have a square of tokens.
-        side = None if embeddings is None else math.isqrt(len(tokens))
+        side = None if any_size or side**2 != len(tokens) else side
         return vscan(tokens, norms, salience, counts.kept, local=counts.diverse, side=side, beside=beside)
     if method == "tops":
         index = tops_rows(tokens, salience, counts.diverse)
@@ -51,8 +66,8 @@ def kept_of(
             salience,
             reserve=counts.reserve,
             diverse=counts.diverse,
-            remove_outliers=method != "sinkpruner-no-outlier-removal",
-            aggregate=method != "sinkpruner-no-aggregation",
+            remove_outliers=counts.outliers > 0,
+            aggregate=counts.sink > 0,
             rounds=1 if method == "sinkpruner-paper" else 8,
             centring=method.endswith("+centred"),
         )
@@ -62,8 +77,7 @@ def kept_of(
             rows[0] = whole[outliers].astype(np.float64).mean(axis=0)
         return rows, index
     if method in READ_THE_QUESTION:
-        own = {"qwen": True} if embeddings is None else {}
-        _, index = READ_THE_QUESTION[method](tokens, projected, question, counts.kept, **own)
+        _, index = READ_THE_QUESTION[method](tokens, projected, question, counts.kept, qwen=any_size)
         return whole[index], index
     rows, index = ON_A_GRID[method](tokens, norms, salience, counts.kept)
     return (rows if beside is None else whole[index]), index
@@ -72,3 +86,39 @@ def kept_of(
 def choose_tops(scores: Array, hidden: Array, count: int) -> list[int]:
     """The places of rows that survive a stage of `tops`."""
     return tops_rows(hidden, scores, min(count, len(hidden)))
+
+
+def assert_keeps(
+    run: Run,
+    method: str,
+    kept: Budget,
+    inputs: Mapping[str, Array],
+    precision: str = "fp32",
+    *,
+    any_size: bool = False,
+) -> list[list[int]]:
+    """That a sanitizer of the shares `kept` keeps of each group what its reference keeps; returns the tokens of each.
+
+    `inputs` are a tower's outputs, with the rows `embeddings` and `question` for methods that read them.
+    """
+    dtypes = dict.fromkeys(("norms", "salience"), np.dtype(np.float32))
+    inputs = {name: array.astype(dtypes.get(name, DTYPES[precision])) for name, array in inputs.items()}
+    out, counts = run(**inputs), kept.resolve(inputs["tokens"].shape[1])
+    for group, index in enumerate(out["kept_index"].tolist()):
+        features = [inputs[name][group] for name in ("tokens", "norms", "salience")]
+        beside = inputs["deepstack"][group] if "deepstack" in inputs else None
+        rows, expected = kept_of(
+            method,
+            counts,
+            features,
+            inputs["question"],
+            beside=beside,
+            embeddings=inputs["embeddings"][group],
+            any_size=any_size,
+        )
+        assert index == expected and len({*index}) == len(index) == counts.kept
+        found = [out[name][group] for name in ("kept_tokens", "kept_deepstack") if name in out]
+        assert {array.dtype for array in found} == {inputs["tokens"].dtype}
+        scale, tolerance = np.abs(rows).max(initial=0).astype(np.float64), TOLERANCE[precision]
+        np.testing.assert_allclose(np.concatenate(found, axis=-1), rows, rtol=tolerance, atol=tolerance * scale)
+    return out["kept_index"].tolist()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sinkprune.contract.budgets import parse_budget
+from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.runtime.steps.answer import Answer
 from support.references.reference import largest, text_attention
 
@@ -48,6 +48,46 @@ class Masked:
     """After each pruning layer: the rows that later layers see."""
 
 
+def every_text_row(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
+    return text
+
+
+def best_rows(scores: Array, hidden: Array, count: int) -> list[int]:
+    return largest(scores, min(count, len(scores)))
+
+
+def surviving(
+    budget: Budget,
+    layer: tuple[Array, Array, Array],
+    alive: list[int],
+    images: Iterable[list[int]],
+    text: list[int],
+    quotas: Iterable[int],
+    *,
+    causal: bool,
+    asking: Asking = every_text_row,
+    heads: tuple[int, ...] | None = None,
+    choose: Choose = best_rows,
+) -> list[int]:
+    """The rows that a stage leaves of those `alive`, with its quota of the visual rows of each of `images`.
+
+    `layer` are queries [H,S,h], keys [Hkv,S,h] and hidden states [S,d] of all rows; other arguments are as in
+    `masked_forward`.
+    """
+    query, key, hidden = layer[0][:, alive], layer[1][:, alive], layer[2][alive]
+    place, images = {row: own for own, row in enumerate(alive)}, [*images]
+    visual = [place[row] for image in images for row in image if row in place]
+    asked = asking(hidden, visual, [place[row] for row in text])
+    over = budget.scores_over == "visual_keys"
+    scores = text_attention(query, key, visual, asked, visual_keys=over, heads=heads, causal=causal)
+    kept = set(range(len(alive)))
+    for image, most in zip(images, quotas, strict=True):
+        own = [number for number, at in enumerate(visual) if alive[at] in image]
+        chosen = choose(scores[own], hidden[[visual[number] for number in own]], most)
+        kept -= {visual[number] for order, number in enumerate(own) if order not in chosen}
+    return [alive[at] for at in sorted(kept)]
+
+
 @torch.no_grad()
 def masked_forward(
     model: Any,
@@ -55,9 +95,9 @@ def masked_forward(
     budget: str,
     stages: Mapping[int, int | list[int]],
     later: Array | None = None,
-    asking: Asking = lambda hidden, visual, text: text,
+    asking: Asking = every_text_row,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
-    choose: Choose = lambda scores, hidden, count: largest(scores, min(count, len(scores))),
+    choose: Choose = best_rows,
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
 
@@ -88,26 +128,20 @@ def masked_forward(
             hidden[0, sequence.visual] += torch.from_numpy(sequence.deepstack[number])
         if number in stages:
             query, key = queries_and_keys(layer, before, tables)
-            alive = np.flatnonzero(visible[:prefilled]).tolist()
-            visual = [alive.index(row) for row in sequence.visual if row in alive]
-            text = [alive.index(row) for row in sequence.text]
-            scores = text_attention(
-                query[:, alive],
-                key[:, alive],
-                visual,
-                asking(hidden[0, alive].numpy(), visual, text),
-                visual_keys=options.scores_over == "visual_keys",
-                heads=heads.get(number),
-                causal=not sequence.both_ways,
-            )
-            quota, kept = stages[number], set(range(len(alive)))
             images = [sequence.visual] if sequence.images is None else sequence.images
-            quotas = quota if isinstance(quota, list) else [quota] * len(images)
-            for image, most in zip(images, quotas, strict=True):
-                own = [place for place, row in enumerate(visual) if alive[row] in image]
-                chosen = choose(scores[own], hidden[0, alive].numpy()[[visual[place] for place in own]], most)
-                kept -= {visual[place] for number, place in enumerate(own) if number not in chosen}
-            result.survivors[number] = [alive[place] for place in sorted(kept)]
+            quota = stages[number]
+            result.survivors[number] = surviving(
+                options,
+                (query, key, hidden[0].numpy()),
+                np.flatnonzero(visible[:prefilled]).tolist(),
+                images,
+                sequence.text,
+                quota if isinstance(quota, list) else [quota] * len(images),
+                causal=not sequence.both_ways,
+                asking=asking,
+                heads=heads.get(number),
+                choose=choose,
+            )
             visible[:prefilled] = False
             visible[result.survivors[number]] = True
             if options.positions == "compact":

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from sinkprune.contract.budgets import parse_budget
 from support.models.openvla_checkpoints import EMPTY, STOP, TOWER_DEPTH, TOWER_HEADS
-from support.references.masking import Asking, Choose
-from support.references.reference import largest, sanitize, text_attention
+from support.references.masking import Asking, Choose, best_rows, every_text_row, surviving
+from support.references.reference import sanitize_at
 
 Array = np.ndarray[Any, Any]
 INSTRUCTION = "Pick up the  red cup."
@@ -175,20 +175,12 @@ class OpenVlaReference:
         rows, positions, cameras, sources = [table[ids[0]]], [0], [], []
         count = len(towers[0][0])
         for number, (tokens, norms, salience) in enumerate(towers):
-            kept, index = (tokens, [*range(count)]) if chosen is None else chosen[number]
-            options = parse_budget("openvla-oft", budget) if budget and chosen is None else None
-            if options and options.sanitizer:
-                kept, index = sanitize(
-                    tokens,
-                    norms,
-                    salience,
-                    reserve=options.reserve.of(count),
-                    diverse=options.diverse.of(count),
-                    rounds=options.diversity_rounds,
-                    remove_outliers=options.remove_outliers,
-                    aggregate=options.aggregate,
-                    raster=options.order == "raster",
-                )
+            if chosen is not None:
+                kept, index = chosen[number]
+            elif budget:
+                kept, index = sanitize_at(parse_budget("openvla-oft", budget), tokens, norms, salience)
+            else:
+                kept, index = tokens, [*range(count)]
             cameras.append([*range(len(rows), len(rows) + len(index))])
             rows += [*self.projected(torch.from_numpy(kept))]
             positions += [1 + number * count + token for token in index]
@@ -242,9 +234,9 @@ class OpenVlaReference:
         rows: Rows,
         budget: str | None = None,
         stages: Mapping[int, Sequence[int]] | None = None,
-        asking: Asking = lambda hidden, visual, text: text,
+        asking: Asking = every_text_row,
         heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
-        choose: Choose = lambda scores, hidden, count: largest(scores, min(count, len(scores))),
+        choose: Choose = best_rows,
     ) -> Masked:
         """All rows through all layers. After a layer of `stages` so many visual rows of each camera stay visible.
 
@@ -257,26 +249,18 @@ class OpenVlaReference:
             found.hidden, query, key = self.layer(number, found.hidden, rows.positions, visible)
             if options is None or stages is None or number not in stages:
                 continue
-            alive = np.flatnonzero(visible).tolist()
-            place = {row: own for own, row in enumerate(alive)}
-            visual = [place[row] for camera in rows.cameras for row in camera if row in place]
-            text = [place[row] for row in (rows.actions if options.queries else rows.text)]
-            hidden = found.hidden[alive].numpy()
-            scores = text_attention(
-                query[:, alive].numpy(),
-                key[:, alive].numpy(),
-                visual,
-                asking(hidden, visual, text),
-                visual_keys=options.scores_over == "visual_keys",
+            found.survivors[number] = surviving(
+                options,
+                (query.numpy(), key.numpy(), found.hidden.numpy()),
+                np.flatnonzero(visible).tolist(),
+                rows.cameras,
+                rows.actions if options.queries else rows.text,
+                stages[number],
                 causal=not self.has_head,
+                asking=asking,
                 heads=heads.get(number),
+                choose=choose,
             )
-            kept = set(range(len(alive)))
-            for camera, most in zip(rows.cameras, stages[number], strict=True):
-                own = [at for at, row in enumerate(visual) if alive[row] in camera]
-                left = choose(scores[own], hidden[[visual[at] for at in own]], most)
-                kept -= {visual[at] for number_of, at in enumerate(own) if number_of not in left}
-            found.survivors[number] = [alive[row] for row in sorted(kept)]
             visible[:] = False
             visible[found.survivors[number]] = True
         return found

@@ -15,8 +15,8 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
 from sinkprune.contract.budgets import parse_budget
-from support.references.masking import queries_and_keys
-from support.references.reference import keep_rows, sanitize, text_attention
+from support.references.masking import queries_and_keys, surviving
+from support.references.reference import sanitize_at
 
 Array = np.ndarray[Any, Any]
 INSTRUCTION = "pick up the red cup"
@@ -155,19 +155,7 @@ def sanitized_rows(
     positions: list[int] = []
     cameras, sources = [], []
     for number, (tokens, norms, salience) in enumerate(towers):
-        kept, index = tokens, list(range(count))
-        if options.sanitizer:
-            kept, index = sanitize(
-                tokens,
-                norms,
-                salience,
-                reserve=options.reserve.of(count),
-                diverse=options.diverse.of(count),
-                rounds=options.diversity_rounds,
-                remove_outliers=options.remove_outliers,
-                aggregate=options.aggregate,
-                raster=options.order == "raster",
-            )
+        kept, index = sanitize_at(options, tokens, norms, salience)
         cameras.append([*range(len(rows), len(rows) + len(index))])
         rows += [*model.multi_modal_projector(torch.from_numpy(kept)).numpy()]
         positions += [number * count + token for token in index]
@@ -198,22 +186,15 @@ def masked_prefix(
         hidden = layer(hidden, attention_mask=mask, position_embeddings=tables, cache=cache)
         if number in stages:
             query, key = queries_and_keys(layer, before, tables)
-            alive = np.flatnonzero(visible).tolist()
-            visual = [place for place, row in enumerate(alive) if row not in prefix.text]
-            asking = [alive.index(row) for row in prefix.text]
-            scores = text_attention(
-                query[:, alive],
-                key[:, alive],
-                visual,
-                asking,
-                visual_keys=options.scores_over == "visual_keys",
+            result.survivors[number] = surviving(
+                options,
+                (query, key, hidden[0].numpy()),
+                np.flatnonzero(visible).tolist(),
+                prefix.cameras,
+                prefix.text,
+                stages[number],
                 causal=False,
             )
-            kept = set(range(len(alive)))
-            for camera, most in zip(prefix.cameras, stages[number], strict=True):
-                own = [place for place, row in enumerate(visual) if alive[row] in camera]
-                kept &= set(keep_rows(scores[own], len(alive), [visual[place] for place in own], most))
-            result.survivors[number] = [alive[place] for place in sorted(kept)]
             visible[:] = False
             visible[result.survivors[number]] = True
     return result

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from sinkprune.contract.budgets import parse_budget
 from support.models.pi0_fast_checkpoints import SKIP, cosines
 from support.references.masking import Array, Sequence, embedded, masked_forward
-from support.references.reference import one_stage, sanitize
+from support.references.reference import one_stage, sanitize_at
 
 Towers = Several[tuple[Array, Array, Array]]
 """Tokens [N,D], norms and salience [N] of each camera."""
@@ -37,15 +37,8 @@ def masked_prompt(model: Any, towers: Towers, ids: list[int], budget: str | None
     )
     for number, (tokens, norms, salience) in enumerate(towers):
         kept, index = tokens, list(range(count))
-        if budget is not None and (options := parse_budget("pi0-fast", budget)).sanitizer:
-            kept, index = sanitize(
-                tokens,
-                norms,
-                salience,
-                reserve=options.reserve.of(count),
-                diverse=options.diverse.of(count),
-                raster=options.order == "raster",
-            )
+        if budget is not None:
+            kept, index = sanitize_at(parse_budget("pi0-fast", budget), tokens, norms, salience)
         with torch.no_grad():
             projected = model.model.multi_modal_projector(torch.from_numpy(np.array(kept))).numpy()
         images.append([*range(len(rows), len(rows) + len(index))])

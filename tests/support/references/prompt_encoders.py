@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sinkprune.contract.manifest import Tokens
 from sinkprune.export.checkpoint.presets import small_text
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.runtime.text.prompt import PromptEncoder
-from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
+from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, as_llama, tokenizer
 
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
 
@@ -30,12 +30,7 @@ def metaspace() -> Tokenizer:
 
 def llama() -> Tokenizer:
     """As older Llama tokenizers are made: a normalizer that puts a prefix before every piece."""
-    backend = byte_fallback()
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return backend
+    return as_llama(byte_fallback())
 
 
 def byte_fallback() -> Tokenizer:

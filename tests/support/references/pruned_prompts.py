@@ -13,7 +13,7 @@ from sinkprune.contract.budgets import parse_budget
 from sinkprune.runtime.media.clip import Picture, SampledFrames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.references.masking import Array, Sequence, embedded
-from support.references.reference import beside_kept, sanitize
+from support.references.reference import beside_kept, sanitize_at
 from support.references.steps import deepstack_output, patch_grid, tower_output
 
 
@@ -27,18 +27,8 @@ def sanitized(pipe: Pipeline, picture: Picture, budget: str) -> tuple[Array, lis
         deepstack = None if deepstack is None else deepstack.reshape(len(deepstack), 1, -1, deepstack.shape[-1])
     kept, indices, beside = [], [], []
     for group, (tokens, norms, salience) in enumerate(zip(*features, strict=True)):
-        n, index = len(norms), list(range(len(norms)))
-        if options.sanitizer:
-            tokens, index = sanitize(
-                tokens,
-                norms,
-                salience,
-                reserve=options.reserve.of(n),
-                diverse=options.diverse.of(n),
-                remove_outliers=options.remove_outliers,
-                raster=options.order == "raster",
-            )
-        kept.append(tokens)
+        rows, index = sanitize_at(options, tokens, norms, salience)
+        kept.append(rows)
         indices.append(index)
         if deepstack is not None:
             sink = options.sanitizer and options.remove_outliers

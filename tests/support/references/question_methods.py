@@ -22,7 +22,7 @@ def text_scores(salience: Array, embeddings: Array, question: Array, outliers: l
         relevance[number] = sum(found) / len(found)
     scores = np.zeros(len(salience), np.float32)
     for values in (salience.astype(np.float32), relevance):
-        low = [value for number, value in enumerate(values) if number not in outliers]
+        low = [value for number, value in enumerate(values) if number not in outliers] or [values[0]]
         scores += (values - min(low)) / max(max(low) - min(low), np.float32(1e-30))
     return scores
 

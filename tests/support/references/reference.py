@@ -109,6 +109,26 @@ def sanitize(
     return kept, index
 
 
+def sanitize_at(budget: Budget, tokens: Array, norms: Array, salience: Array, **rule: Any) -> tuple[Array, list[int]]:
+    """What the sanitizer of a budget keeps of one group, as `sanitize`; all tokens if the budget has none.
+
+    `rule` are arguments of `sanitize` in the place of the budget's.
+    """
+    n = len(norms)
+    if not budget.sanitizer:
+        return tokens, list(range(n))
+    own = {
+        "reserve": budget.reserve.of(n),
+        "diverse": budget.diverse.of(n),
+        "rounds": budget.diversity_rounds,
+        "per_mille": budget.outlier_per_mille,
+        "remove_outliers": budget.remove_outliers,
+        "aggregate": budget.aggregate,
+        "raster": budget.order == "raster",
+    }
+    return sanitize(tokens, norms, salience, **{**own, **rule})
+
+
 def beside_kept(beside: Array, norms: Array, index: list[int], *, sink: bool, per_mille: int = 10) -> Array:
     """[sets,n0,d]: what of `beside` [sets,N,d] goes with the kept tokens `index`, whose first may be a sink."""
     kept = beside[:, index].copy()

@@ -248,12 +248,6 @@ def tops_rows(rows: Array, relevance: Array, k: int) -> list[int]:
     return sorted(taken)
 
 
-def tops(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
-    """The first step of TOPS, whose relevance is the salience."""
-    index = tops_rows(tokens, salience, k)
-    return tokens[index], index
-
-
 def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
     diverse = (k - 1) // 2

@@ -17,9 +17,9 @@ from sinkprune.engines.plugins.launches import KERNELS, KernelRunner, Launch
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.device_memory import DeviceTensor, Shapes
 from sinkprune.runtime.backends.models import Model, message_class
-from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, add_value
 from sinkprune.runtime.backends.onnxruntime.cuda import CudaEngine, OrtCudaBackend
 from sinkprune.runtime.backends.onnxruntime.sizes_on_device import sizes_of_graph
+from sinkprune.runtime.backends.small_graphs import ELEMENT_TYPES, add_value
 from sinkprune.runtime.device.captures import captured_on_stream
 
 _PLUGINS = {plugin.name: plugin for plugin in PLUGINS}

@@ -1,6 +1,6 @@
-"""pi0 and pi0.5: checkpoints to graphs.
+"""pi0, pi0.5 and pi0-FAST: checkpoints to graphs.
 
-transformers has no class for it. Checkpoints are LeRobot's, or have pi0's configuration with the `model_type` "pi05".
+transformers has pi0 alone. Other checkpoints are LeRobot's, or have pi0's configuration with the `model_type` "pi05".
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_args
 
-from sinkprune.contract.checks import Bounds
+from sinkprune.contract.checks import Bounds, from_json
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.manifest import LeRobotResize, Number, NumberRanges, PolicyFacts, Side
+from sinkprune.contract.model_facts import FastTokens
 from sinkprune.export.checkpoint.folder import Name, read_fields
-from sinkprune.export.checkpoint.lerobot import PolicyFields
+from sinkprune.export.checkpoint.lerobot import PolicyFields, lerobot_pixels
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import ConfigFields, PixelFields, Setting, TextFields, head_dim
 from sinkprune.export.families.paligemma import PIXELS, PaliGemma, PaliGemmaFields
@@ -249,3 +250,51 @@ class Pi05(Pi0):
         "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
         "{% endfor %}"
     )
+
+
+class _Pi0FastFields(PaliGemmaFields, total=False):
+    chunk_size: Annotated[int, Bounds(1, 1 << 10)]
+    max_state_dim: Annotated[int, Bounds(1, 1 << 12)]
+    action_dim: Annotated[int, Bounds(1, 1 << 12)]
+
+
+class Pi0Fast(PaliGemma):
+    """A configuration of pi0-FAST (arXiv 2501.09747), as `sinkprune.export.checkpoint.lerobot` translates it.
+
+    PaliGemma decodes tokens of actions.
+    """
+
+    name = "pi0-fast"
+    configured_as = "paligemma"
+    config_fields: type = _Pi0FastFields
+    processor_fields: type = ProcessorFields
+    # LeRobot's second BOS is after the prompt, which has the state and ends its line.
+    chat_template = (
+        "{% for message in messages %}"
+        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>' }}{% endfor %}"
+        "{{ bos_token }}"
+        "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
+        "{{ bos_token }}{% endfor %}"
+    )
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        square = {"height": self.vision.image_size, "width": self.vision.image_size}
+        self._check_settings([("pad_size", settings.get("pad_size", square), (square,))])
+        return {**lerobot_pixels(self.vision.image_size), **settings}
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
+        config = self._config
+        numbers = statistics_of(self._source, settings, {"state": config.max_state_dim, "actions": config.action_dim})
+        fast = {"most": 256, "skip": 128, "scale": 10.0, "min_token": -354, "pieces": [], "begins": False}
+        return PolicyFacts(
+            None,
+            config.chunk_size,
+            config.max_state_dim,
+            config.action_dim,
+            1,
+            None,
+            None,
+            **numbers,
+            state_in_prompt=True,
+            fast=from_json(FastTokens, {**fast, **settings.get("fast", {})}, "$.fast"),
+        )

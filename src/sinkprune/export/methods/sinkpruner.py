@@ -1,4 +1,4 @@
-"""SinkPruner, and its text-guided part alone.
+"""SinkPruner, its other forms, and the paper's ablations.
 
 method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
 chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
@@ -9,6 +9,9 @@ RES takes the tokens of largest salience and relevance together. The relevance o
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
 are no outliers, and have equal weight. All other steps are SinkPruner's. `sinkpruner-text-heads` also has the stages
 of `sinkpruner-heads`.
+
+An ablation is SinkPruner without one part, at the same mean visual tokens per layer (docs/methods.md). The most
+salient tokens take the places of the missing part.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, one_stage, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
+from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
+from sinkprune.export.pruning.equal_mean import fewer_stages, scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
@@ -85,9 +90,6 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableBudget`.
     """
-    from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
-    from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
-
     if not facts.heads:
         names = " and ".join(f"'{name}'" for name in WITH_HEADS)
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
@@ -170,3 +172,38 @@ def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Valu
     low, high = (values if outlier is None else op.Where(outlier, float(f"{sign}inf"), values) for sign in ("", "-"))
     least, most = op.ReduceMin(low, [-1], keepdims=1), op.ReduceMax(high, [-1], keepdims=1)
     return op.Div(op.Sub(values, least), op.Max(op.Sub(most, least), _LEAST_SPREAD))
+
+
+def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Pass every token to the LLM; the stage keeps as many as meet the mean."""
+    cuts = prune_layers(facts.language_model.num_layers)[:1]
+    return build_after(facts, scaled_stages(facts, budget, cuts, [facts.nominal_tokens]), cuts)
+
+
+def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Keep the mean in the sanitizer, salient and diverse tokens in the budget's proportion, without a stage."""
+    return build(facts, without_stages(facts, budget))
+
+
+def no_diversity(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Keep salient tokens in the places of diverse ones, duplicates included."""
+    counts = budget.resolve(facts.nominal_tokens)
+    return build(facts, shares_of(facts, budget, replace(counts, reserve=counts.reserve + counts.diverse, diverse=0)))
+
+
+def no_outlier_removal(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Treat high-norm tokens like all others; a salient token takes the sink's place."""
+    return _without_sink(facts, budget, replace(budget, remove_outliers=False))
+
+
+def no_aggregation(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Drop high-norm tokens without averaging them; a salient token takes the sink's place."""
+    return _without_sink(facts, budget, replace(budget, aggregate=False))
+
+
+def _without_sink(facts: PlanFacts, budget: Budget, without: Budget) -> PlanGraphs:
+    """Return the plan of `without` that keeps as many tokens as `budget`, or all if there are fewer."""
+    n = facts.nominal_tokens
+    kept, counts = budget.resolve(n).kept, without.resolve(n)
+    reserve = min(kept, n - counts.outliers) - counts.diverse
+    return build(facts, shares_of(facts, without, replace(counts, reserve=reserve)))

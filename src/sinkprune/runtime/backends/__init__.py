@@ -23,7 +23,7 @@ from sinkprune.runtime.system import processor_name
 if TYPE_CHECKING:
     from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
-    from sinkprune.runtime.backends.onnx_writer import GraphWriter
+    from sinkprune.runtime.backends.small_graphs import GraphWriter
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""

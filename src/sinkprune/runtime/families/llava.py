@@ -94,25 +94,14 @@ class SquareProcessor:
         """Return what a call computes of an image of `size`, for the graph of frames; raises `ImageError`."""
         from sinkprune.runtime.frames.resampling import Axis, PillowPlan
 
-        settings, padded = self._settings, size
-        if settings["do_pad"]:
-            padded = (_padded_side(size),) * 2
-        resized = self._resized_size(padded) if settings["do_resize"] else padded
-        taken = resized
-        if settings["do_center_crop"]:
-            taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
-        columns, rows = (
-            Axis(length, (whole - length) // 2, whole, new, (new - count) // 2, count)
-            for length, whole, new, count in zip(size, padded, resized, taken, strict=True)
-        )
+        columns, rows = (Axis(*axis) for axis in self._axes(size))
         # Without a resize, the weights of most filters are 0 and 1.
-        resample = settings["resample"] if settings["do_resize"] else Image.Resampling.BICUBIC
+        resample = self._settings["resample"] if self._settings["do_resize"] else Image.Resampling.BICUBIC
         return PillowPlan((columns,), (rows,), resample=resample, bar=self._background())
 
     def keeps(self, size: PixelSize) -> bool:
         """Return whether an image of `size` stays as it is."""
-        plan, same = self.frame_plan(size), [((length, 0, length, length, 0, length),) for length in size]
-        return [plan.columns, plan.rows] == same
+        return self._axes(size) == [(length, 0, length, length, 0, length) for length in size]
 
     def fitted(self, fit: Fit, side: int) -> SquareProcessor:
         """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`.
@@ -133,22 +122,29 @@ class SquareProcessor:
 
         Raises `ImageError` if the image is too long.
         """
-        width, height = size
-        shift_x = shift_y = 0.0
-        if self._settings["do_pad"]:
-            side = _padded_side(size)
-            shift_x, shift_y = (side - width) // 2, (side - height) // 2
-            width = height = side
-        resized = self._resized_size((width, height)) if self._settings["do_resize"] else (width, height)
-        left, top, right, bottom = 0.0, 0.0, float(resized[0]), float(resized[1])
-        if self._settings["do_center_crop"]:
-            crop = self._settings["crop_size"]
-            left, top = (resized[0] - crop["width"]) // 2, (resized[1] - crop["height"]) // 2
-            right, bottom = left + crop["width"], top + crop["height"]
         # Multiply first, so that the edges of the picture are exact.
-        left, right = (edge * width / resized[0] - shift_x for edge in (left, right))
-        top, bottom = (edge * height / resized[1] - shift_y for edge in (top, bottom))
+        (left, right), (top, bottom) = (
+            [edge * whole / resized - before for edge in (first, first + taken)]
+            for _, before, whole, resized, first, taken in self._axes(size)
+        )
         return left, top, right, bottom
+
+    def _axes(self, size: PixelSize) -> list[tuple[int, int, int, int, int, int]]:
+        """Return the fields of an `Axis` of frames, of columns and of rows, for an image of `size`.
+
+        Raises `ImageError` if the image is too long.
+        """
+        settings, padded = self._settings, size
+        if settings["do_pad"]:
+            padded = (_padded_side(size),) * 2
+        resized = self._resized_size(padded) if settings["do_resize"] else padded
+        taken = resized
+        if settings["do_center_crop"]:
+            taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
+        return [
+            (length, (whole - length) // 2, whole, new, (new - count) // 2, count)
+            for length, whole, new, count in zip(size, padded, resized, taken, strict=True)
+        ]
 
     def _padded(self, image: Image.Image) -> Image.Image:
         side = _padded_side(image.size)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Tensor
-from sinkprune.runtime.backends.onnx_writer import GraphWriter
+from sinkprune.runtime.backends.small_graphs import GraphWriter
 from sinkprune.runtime.media.frame import Frame
 
 COLUMNS_FIRST, ROWS_FIRST = "frames", "frames-rows-first"

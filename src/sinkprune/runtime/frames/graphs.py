@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkprune.contract.manifest import Dtype
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends.onnx_writer import ELEMENT_TYPES, GraphWriter
+from sinkprune.runtime.backends.small_graphs import ELEMENT_TYPES, GraphWriter
 from sinkprune.runtime.frames import COLUMNS_FIRST, ROWS_FIRST, FrameForm
 from sinkprune.runtime.frames.resampling import LOW, PRECISION
 

@@ -36,7 +36,7 @@ from sinkprune.runtime.system import trim_heap, usable_cores
 
 if TYPE_CHECKING:
     from sinkprune.runtime.backends.compatibility import BuiltEngines
-    from sinkprune.runtime.backends.onnx_writer import GraphWriter
+    from sinkprune.runtime.backends.small_graphs import GraphWriter
 
 _TOO_NEW = (
     "Unsupported model IR version",

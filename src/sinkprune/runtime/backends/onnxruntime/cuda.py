@@ -25,7 +25,6 @@ from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor,
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnx_writer import GraphWriter
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.onnxruntime.library import (
     DTYPES,
@@ -35,7 +34,7 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     words,
 )
 from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on_device
-from sinkprune.runtime.backends.small_graphs import WRITERS
+from sinkprune.runtime.backends.small_graphs import WRITERS, GraphWriter
 from sinkprune.runtime.device.captures import Capture, Captures
 from sinkprune.runtime.device.cuda import Device, open_device
 from sinkprune.runtime.system import Turns

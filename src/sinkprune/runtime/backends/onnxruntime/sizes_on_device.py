@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.runtime.backends.models import message_class
-from sinkprune.runtime.backends.onnx_writer import add_constant
+from sinkprune.runtime.backends.small_graphs import add_constant
 
 _FLOATS = {1, 10, 16}
 _ELEMENTWISE = {"Add", "And", "Div", "Equal", "Greater", "Less", "LessOrEqual", "Max", "Min", "Mul", "Sub", "Where"}

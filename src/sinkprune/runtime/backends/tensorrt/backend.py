@@ -23,8 +23,7 @@ from sinkprune.runtime.backends.device_memory import DeviceMemory
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnx_writer import GraphWriter
-from sinkprune.runtime.backends.small_graphs import graphs_of
+from sinkprune.runtime.backends.small_graphs import GraphWriter, graphs_of
 from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Device, open_device

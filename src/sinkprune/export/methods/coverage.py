@@ -1,7 +1,8 @@
-"""MMTok: keeps tokens that cover the words of the question and all visual tokens.
+"""SCOPE and MMTok: one token after the other, by how much it adds to what the kept ones cover.
 
-Source: Dong et al., "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs" (ICLR 2026), and its
-published code. docs/method-choices.md has the differences.
+Sources: Deng et al., "SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodel LLMs" (NeurIPS 2025);
+Dong et al., "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs" (ICLR 2026); and the published
+code of both. docs/method-choices.md has the differences.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.export.pruning.sanitizer import TowerValues, rows_in_llm
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
-"""The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""
+"""The temperatures of MMTok's published code, for LLaVA, for Qwen, and of visual tokens."""
 VISUAL_WEIGHT = 0.5
 EQUAL = 2.0**-16
 """Gains that differ by no more are equal, as a share of the largest gain of the first round."""
@@ -27,8 +28,27 @@ EQUAL = 2.0**-16
 _FLOAT = ir.DataType.FLOAT
 
 
+def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
+    """Return [G,k]: the tokens of largest salience times gain of coverage, one after the other, ascending.
+
+    The coverage of a set is the sum over all tokens of their largest cosine with a token of the set, at least 0.
+    """
+    op = graph.op
+    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    similar = op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1]))
+    largest = op.ReduceMax(op.Abs(features.salience), [-1], keepdims=1)
+    # Scaled, so that products stay in range.
+    salience = op.Div(features.salience, op.Where(op.Greater(largest, 0.0), largest, 1.0))
+    first = op.Mul(op.ReduceSum(op.Relu(similar), [-1], keepdims=0), salience)
+    tolerance = op.Mul(op.ReduceMax(op.Abs(first), [-1], keepdims=1), EQUAL)
+    free = op.Mul(salience, 0.0)
+    covered = op.Unsqueeze(free, [1])
+    fixed, state = [similar, salience, tolerance], [covered, free]
+    return chosen_in_rounds(facts, kept, graph, "SaliencyCoverageRound", _salient_round, fixed, state, k)
+
+
 def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
-    """Return [G,k]: the greedy maximum of the coverage over sets of k tokens, in ascending order.
+    """Return [G,k]: the greedy maximum of the coverage of words and visual tokens over sets of k tokens, ascending.
 
     A set S covers a word, or a visual token, by max over j in S of its softmax over all N tokens j of cosine /
     temperature. The coverage is the mean over words plus `VISUAL_WEIGHT` times the mean over visual tokens. Words
@@ -49,7 +69,8 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     return chosen_in_rounds(facts, kept, graph, "CoverageRound", _round, [cover, tolerance], [covered, free], k)
 
 
-build = partial(build_before, mmtok, "diverse")
+build_scope = partial(build_before, scope, "diverse")
+build_mmtok = partial(build_before, mmtok, "diverse")
 
 
 def _covers(op: Any, cosines: ir.Value, temperature: float) -> ir.Value:
@@ -58,16 +79,41 @@ def _covers(op: Any, cosines: ir.Value, temperature: float) -> ir.Value:
     return op.Div(weights, op.Cast(op.Shape(cosines, start=2, end=3), to=_FLOAT))
 
 
+def _salient_round(
+    op: Any,
+    place: ir.Value,
+    similar: ir.Value,
+    salience: ir.Value,
+    tolerance: ir.Value,
+    covered: ir.Value,
+    free: ir.Value,
+) -> list[ir.Value]:
+    """Write one round of SCOPE: the token of largest `salience` [G,N] times gain.
+
+    `similar` [G,N,N] are cosines. All else is as in `_round`.
+    """
+    return _taken(op, place, similar, op.Mul(_gain(op, similar, covered), salience), tolerance, covered, free)
+
+
 def _round(
     op: Any, place: ir.Value, cover: ir.Value, tolerance: ir.Value, covered: ir.Value, free: ir.Value
 ) -> list[ir.Value]:
-    """Write one round: the token that adds most to the coverage.
+    """Write one round of MMTok: the token that adds most to the coverage.
 
     `place` [N] numbers the tokens. `cover` [G,N,R] is the share of each target that each token covers, `tolerance`
     [G,1] how much equal gains differ, `covered` [G,1,R] what the tokens taken cover, and `free` [G,N] -inf for tokens
     taken and else 0. Returns the index taken [G,1], `covered` and `free`, updated.
     """
-    gain = op.ReduceSum(op.Relu(op.Sub(cover, covered)), [-1], keepdims=0)
+    return _taken(op, place, cover, _gain(op, cover, covered), tolerance, covered, free)
+
+
+def _gain(op: Any, cover: ir.Value, covered: ir.Value) -> ir.Value:
+    return op.ReduceSum(op.Relu(op.Sub(cover, covered)), [-1], keepdims=0)
+
+
+def _taken(
+    op: Any, place: ir.Value, cover: ir.Value, gain: ir.Value, tolerance: ir.Value, covered: ir.Value, free: ir.Value
+) -> list[ir.Value]:
     index = best_token(op, op.Add(gain, free), tolerance)
     covered = op.Max(covered, gathered(op, cover, index))
     return [index, covered, op.Where(op.Equal(place, index), float("-inf"), free)]
