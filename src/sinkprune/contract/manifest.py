@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, UNPRUNED, Budget, Plan, is_tower
@@ -46,7 +47,7 @@ class SquareTower:
         """Return the number of patches of one visual token."""
         return 1
 
-    @property
+    @cached_property
     def patches(self) -> int:
         """Return the number of patches of a picture."""
         return self.tokens * self.patches_per_token

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -63,12 +63,12 @@ class VisualLayout:
         """Return how many frames of a clip the model sees; 1 for an image."""
         return max(1, len(self.frame_indices))
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Return the number of places in a prompt that the picture takes."""
         return max(1, len(self.texts) - 1)
 
-    @property
+    @cached_property
     def all_tokens(self) -> int:
         """Return G*N, the number of visual tokens before pruning."""
         return self.groups * self.tokens
@@ -131,7 +131,7 @@ class Schedule:
     """The graphs of the method; None for the unpruned engines."""
     pictures: tuple[PictureSchedule, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Return the visual rows of all pictures before the first decoder layer."""
         return sum(picture.rows for picture in self.pictures)
@@ -151,8 +151,8 @@ class Schedule:
         """Return the visual rows of all `num_layers` decoder layers together: they order budgets."""
         return sum(self.per_layer(num_layers))
 
-    @property
-    def kept(self) -> dict[int, list[int]]:
+    @cached_property
+    def kept(self) -> Mapping[int, Sequence[int]]:
         """Return the rows of each picture that survive, by pruning layer (0-based)."""
         cuts = self.plan.cuts if self.plan else ()
         return {cut: [picture.after[cut] for picture in self.pictures] for cut in cuts}

@@ -130,8 +130,8 @@ class DeadlinePolicy(Budgets):
         `passes` are those of the request's closed list (`ChoiceTokens.passes`). `first_uses` is `Chain.first_uses`.
         The request's own times are added to `history`, unless it reused rows, loaded a graph or was the first.
         """
-        super().__init__(manifest, request, plan, None if passes is None else len(passes))
-        self._passes, self._first_uses = passes, first_uses
+        super().__init__(manifest, request, plan, passes)
+        self._first_uses = first_uses
         self._deadline_ms, self._costs, self._history = deadline_ms, costs, history
         self._now, self._began = now, now() if began is None else began
 

@@ -20,7 +20,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.picture_warnings import FileFacts
+from sinkprune.runtime.media.images import FileFacts
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FrameInputs, FramePlan

@@ -85,12 +85,13 @@ def ordered(given: Iterable[PictureLike], order: object) -> tuple[PictureLike, .
     Raises `UsageError` for another order. Warns (`UserWarning`) where it says nothing, as no picture is an array.
     """
     order, pictures = check_order(order), tuple(given)
-    frames = (frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source]))
-    if order == "bgr" and not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
-        warn_user(
-            "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
-            "own: leave it out."
-        )
+    if order == "bgr":
+        frames = [frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source])]
+        if not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
+            warn_user(
+                "order changed nothing, because no picture is an array. Files and Pillow images have an order of "
+                "their own: leave it out."
+            )
     return tuple(_with_order(source, order) for source in pictures)
 
 
