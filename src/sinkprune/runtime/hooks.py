@@ -14,7 +14,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, scheduled
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import Prefill, PromptRun, StoredRows

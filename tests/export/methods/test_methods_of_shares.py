@@ -15,7 +15,8 @@ import pytest
 
 from sinkprune.contract.budgets import FAMILIES, Counts, parse_budget
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.schedule import PictureSchedule, layer_flops
+from sinkprune.contract.flops import layer_flops
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sinkprune.contract.bundle import Range
 from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -21,6 +20,7 @@ from sinkprune.runtime.device.stopwatch import Clock
 from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Range
     from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
     from sinkprune.runtime.backends.onnx_writer import GraphWriter

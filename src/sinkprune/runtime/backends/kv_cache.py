@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.contract.bundle import OptimisationProfiles
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, GraphSpec
 from sinkprune.contract.precision import Array
@@ -68,20 +67,6 @@ def cache_names(spec: GraphSpec) -> dict[str, str]:
     past = {tensor.name for tensor in spec.inputs}
     names = {tensor.name: f"past_{tensor.name}" for tensor in spec.outputs}
     return {name: own for name, own in names.items() if own in past}
-
-
-def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
-    """Return the only room that an engine of the decoder segment `spec` takes, or None where it takes a range.
-
-    TensorRT updates caches in place only where their size is fixed.
-    """
-    rooms = {
-        shape[2]
-        for ranges in profiles.values()
-        for name in cache_names(spec).values()
-        for shape in (ranges[name].min, ranges[name].max)
-    }
-    return rooms.pop() if len(rooms) == 1 else None
 
 
 class CacheMemory(Protocol):

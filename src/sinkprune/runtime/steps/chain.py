@@ -313,17 +313,6 @@ def run_tower(
     return tower
 
 
-def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
-    """Return the `tower`'s output on G pictures of one group each, by picture."""
-    if tower.shape[0] == 1:
-        return [tower]
-    whole = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-    whole |= {"deepstack": tower.deepstack} if tower.deepstack is not None else {}
-    whole |= {"merged": tower.device_merged} if tower.device_merged is not None else {}
-    groups = zip(*map(backend.split, whole.values()), strict=True)
-    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True)), tower.scores.damaged) for own in groups]
-
-
 def encode(
     chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch, question: Tensor | None = None
 ) -> EncodedPicture:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
-from sinkprune.contract.bundle import Limits
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import Picture, SampledFrames
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames
 from sinkprune.runtime.media.images import check_array
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
@@ -28,6 +26,7 @@ from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
 
 if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Limits
     from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
 _LOADING_PLANS = "loading the budgets' graphs"

@@ -25,8 +25,7 @@ from sinkprune.contract.checks import (
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
