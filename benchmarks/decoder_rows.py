@@ -25,7 +25,7 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.schedule import decode_bytes, prefill_flops
+from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import KNOWN

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from sinkprune.contract.bundle import Target, read_bundle
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import PROMPT

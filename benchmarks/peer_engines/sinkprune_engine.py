@@ -17,7 +17,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.contract.schedule import decode_bytes
+from sinkprune.contract.flops import decode_bytes
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.source import ExportRequest

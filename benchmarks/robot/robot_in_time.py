@@ -28,10 +28,10 @@ from sinkprune.calibration.evaluation.statistics import wilson
 from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import write_json, write_output
-from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.demo.robot_table import RobotTable
 from sinkprune.policies.loop import ActionPlan
 from sinkprune.runtime.commands.options import beside_earlier
+from sinkprune.runtime.commands.reports import progress_bar
 from sinkprune.runtime.system import processor_name
 
 RATE_HZ = 10

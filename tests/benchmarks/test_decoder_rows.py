@@ -10,7 +10,7 @@ import pytest
 
 import decoder_rows
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.schedule import decode_bytes
+from sinkprune.contract.flops import decode_bytes
 
 Bundles = Callable[..., Path]
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import (
+from sinkprune.contract.engines_manifest import (
     ENGINES,
-    ENGINES_MANIFEST,
     FORMAT_VERSION,
     EnginesManifest,
     EngineSpec,
@@ -21,6 +20,7 @@ from sinkprune.contract.bundle import (
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.manifest import ENGINES_MANIFEST
 from support.models.manifests import changed, file_of
 
 ENGINE = "engines/head.engine"

@@ -11,9 +11,9 @@ import pytest
 
 from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.flops import decode_bytes, layer_flops, prefill_flops
 from sinkprune.contract.manifest import LanguageModel, Manifest
 from sinkprune.contract.precision import WeightsName
-from sinkprune.contract.schedule import decode_bytes, layer_flops, prefill_flops
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
 from sinkprune.runtime.families import load_family

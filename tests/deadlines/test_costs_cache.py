@@ -15,8 +15,8 @@ from PIL import Image
 from sinkprune import CostsWarning, Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.deadlines.costs import Costs, RecentRatios, cache_costs, cache_file
-from sinkprune.runtime import system as other_load
-from sinkprune.runtime.system import OtherLoad
+from sinkprune.runtime.profiling import other_load
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]

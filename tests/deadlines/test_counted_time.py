@@ -20,8 +20,8 @@ from sinkprune.deadlines.costs import Prediction
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
 from sinkprune.runtime.hooks import Observer
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps import loaded_model, pictures
-from sinkprune.runtime.system import OtherLoad
 from sinkprune.serving.choice_scores import logits_of_rows
 from sinkprune.serving.forms import Grammars
 from support.programs.commands import run

@@ -23,9 +23,9 @@ from sinkprune.deadlines.costs import Curve, read_costs, write_costs
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
-from sinkprune.runtime.system import OtherLoad
 from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
 

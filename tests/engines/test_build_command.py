@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Engines, Limits, read_bundle, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
 from sinkprune.contract.errors import EnginesError, PromptError
 from sinkprune.contract.files.manifest_file import sha256
 from sinkprune.engines import preflight

@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import BUNDLE_FOLDER, ENGINES, read_engines, read_runnable
+from sinkprune.contract.bundle import read_runnable
+from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Trust
+from sinkprune.contract.manifest import BUNDLE_FOLDER
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends

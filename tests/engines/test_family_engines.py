@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip
-from sinkprune.contract.bundle import Limits, Range, read_bundle, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, Range, read_engines
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob

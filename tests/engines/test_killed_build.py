@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import ENGINES, EnginesManifest, Limits, read_bundle, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import ENGINES, EnginesManifest, Limits, read_engines
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.folders import staging
 from sinkprune.engines.build import UnfinishedBuild, build_engines

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Limits, read_bundle
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits

@@ -12,13 +12,14 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Limits, Range, enforced_limits, read_bundle, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, Range, enforced_limits, read_engines
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.dialects import DIALECTS
+from sinkprune.policies.chunk import check_prompt_length
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
-from sinkprune.runtime.steps.context_length import check_prompt_length
 from support.programs.commands import assert_refused, run
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
 

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip
-from sinkprune.contract.bundle import Bundle, Range, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Range
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob

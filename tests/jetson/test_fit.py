@@ -10,7 +10,8 @@ from statistics import mean
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import Target, read_bundle
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.manifest import BESIDE_GRAPHS
 from sinkprune.contract.memory import running_need
 from sinkprune.contract.schedule import schedule

@@ -17,7 +17,7 @@ from sinkprune.deadlines.costs import BudgetCosts, Place, cache_costs, cache_fil
 from sinkprune.deadlines.policy import MARGIN
 from sinkprune.policies.deadline import MEASURED_STEPS, measure_costs
 from sinkprune.policies.report import ActionReport
-from sinkprune.runtime.system import OtherLoad
+from sinkprune.runtime.profiling.other_load import OtherLoad
 
 STATE = [0.5] * 5
 UNKNOWN = MARGIN * 1.3

@@ -16,8 +16,8 @@ from PIL import Image
 from sinkprune import Policy, PolicyLoop
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import NumericsError, UnusualStateWarning, UsageError
+from sinkprune.contract.flops import layer_flops, policy_flops
 from sinkprune.contract.manifest import NumberRanges
-from sinkprune.contract.schedule import layer_flops, policy_flops
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.policies.observation import observed
 from sinkprune.runtime.hooks import Observer

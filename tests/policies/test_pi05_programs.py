@@ -15,7 +15,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import CheckpointError, PromptError
-from sinkprune.contract.schedule import expert_flops
+from sinkprune.contract.flops import expert_flops
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest, open_source

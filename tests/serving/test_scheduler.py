@@ -53,7 +53,7 @@ class Answers(Answering):
                 self.closed.append(name)
             return name  # type: ignore[return-value]
 
-        return Stream(steps(), state)  # type: ignore[arg-type]
+        return Stream(steps(), state, 0.0)  # type: ignore[arg-type]
 
 
 class Rig:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import floor
 from typing import Annotated, Literal
@@ -413,7 +414,7 @@ class Plan:
             raise ValueError("a plan has counts or shares")
         return self.counts.of_groups(groups), groups
 
-    @property
+    @cached_property
     def picture_share(self) -> Share | None:
         """The share of its tokens that each picture is made smaller to, before the tower; None keeps its size.
 
@@ -421,12 +422,12 @@ class Plan:
         """
         return self.shares.reserve if self.shares is not None and not self.graphs else None
 
-    @property
+    @cached_property
     def graphs(self) -> list[str]:
         """Return the names of all graphs, in the order they run."""
         return [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
 
-    @property
+    @cached_property
     def cuts(self) -> list[int]:
         """Return the 0-based layers after which the plan prunes."""
         return [int(layer) for layer in self.select_after]

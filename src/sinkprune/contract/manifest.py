@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, UNPRUNED, Budget, Plan, is_tower
@@ -46,7 +47,7 @@ class SquareTower:
         """Return the number of patches of one visual token."""
         return 1
 
-    @property
+    @cached_property
     def patches(self) -> int:
         """Return the number of patches of a picture."""
         return self.tokens * self.patches_per_token
@@ -172,88 +173,19 @@ class SquareSettings(PixelSettings):
     do_pad: bool
 
 
-class PaddedSettings(PixelSettings):
-    """Conversion of an image to a part of a square."""
-
-    size: dict[str, Side]
-    pad_size: dict[str, Side]
-
-
 LeRobotResize = Literal["resize_with_pad_torch", "resize_with_pad"]
 """LeRobot's functions that turn an image into a part of a square: in its middle, or at its right and lower edges."""
-
-
-class LeRobotSettings(PixelSettings):
-    """Conversion of an image to a part of a square by LeRobot."""
-
-    image_processor_type: LeRobotResize
-    pad_size: dict[str, Side]
-
-
-class FusedSettings(PixelSettings):
-    """Conversion of a stretched image to the inputs of two towers. `image_mean` and `image_std` are the first's."""
-
-    size: dict[str, Side]
-    second_mean: Colours
-    second_std: Scales
-
-
-class TileSettings(SquareSettings):
-    """Conversion of an image to several squares."""
-
-    image_grid_pinpoints: Pinpoints
-
-
 Tiles = Annotated[int, Bounds(1, 64)]
 """A number of squares that an image is cut into."""
-
-
-class ClipSettings(PixelSettings):
-    """Conversion of a clip's frames to squares."""
-
-    max_frames: Frames
-
-
-class _Clip(TypedDict, total=False):
-    video: ClipSettings | None
-
-
-class GridSettings(PixelSettings, _Clip):
-    """Conversion of an image to a grid of squares, and with `video` of a clip's frames to one square each."""
-
-    min_patches: Tiles
-    max_patches: Tiles
-
-
-class VideoSettings(TypedDict):
-    """The choice of a clip's frames, and their size."""
-
-    min_pixels: LeastPixels
-    max_pixels: Pixels
-    most_tokens: Pixels
-    fps: FrameRate
-    min_frames: Frames
-    max_frames: Frames
-
-
-class _Video(TypedDict, total=False):
-    video: VideoSettings | None
-
-
-class PatchSettings(PixelSettings, _Video):
-    """Conversion of an image of any size, and with `video` of a clip, to patches."""
-
-    min_pixels: LeastPixels
-    max_pixels: Pixels
-    patch_size: Side
-    temporal_patch_size: Side
-    merge_size: Side
 
 
 T = TypeVar("T")
 
 FORMAT_VERSION = 6
 MANIFEST = "bundle.json"
+ENGINES_MANIFEST = "engines.json"
+BUNDLE_FOLDER = "bundle"
+"""The subfolder of engines with a bundle's files other than graphs, so that the engines run without the bundle."""
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
@@ -285,6 +217,13 @@ class TensorSpec:
     name: str
     dtype: Dtype
     shape: tuple[Any, ...]
+
+    def takes(self, shape: Sequence[Any]) -> bool:
+        """Return whether a tensor of `shape` has this one's, where a text, on either side, is any size."""
+        return len(shape) == len(self.shape) and all(
+            size == own or isinstance(size, str) or isinstance(own, str)
+            for size, own in zip(shape, self.shape, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many visual tokens of a picture reach each layer at a budget, and the FLOPs that this takes.
+"""How many visual tokens of a picture leave the tower, and reach each layer at a budget.
 
 This module counts survivors on the host, and `sinkprune.export.pruning.plan` in graphs.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from sinkprune.contract.budgets import UNPRUNED, Counts, Plan
-from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts, QwenTower, SiglipTower, SquareTower
+from sinkprune.contract.budgets import Counts, Plan
+from sinkprune.contract.manifest import Manifest, SiglipTower, SquareTower
 from sinkprune.contract.precision import Array
 
 
@@ -63,12 +62,12 @@ class VisualLayout:
         """Return how many frames of a clip the model sees; 1 for an image."""
         return max(1, len(self.frame_indices))
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Return the number of places in a prompt that the picture takes."""
         return max(1, len(self.texts) - 1)
 
-    @property
+    @cached_property
     def all_tokens(self) -> int:
         """Return G*N, the number of visual tokens before pruning."""
         return self.groups * self.tokens
@@ -131,7 +130,7 @@ class Schedule:
     """The graphs of the method; None for the unpruned engines."""
     pictures: tuple[PictureSchedule, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Return the visual rows of all pictures before the first decoder layer."""
         return sum(picture.rows for picture in self.pictures)
@@ -147,12 +146,8 @@ class Schedule:
         """Return the visual rows of all pictures for each of `num_layers` decoder layers."""
         return [self.reaching(layer) for layer in range(num_layers)]
 
-    def size(self, num_layers: int) -> int:
-        """Return the visual rows of all `num_layers` decoder layers together: they order budgets."""
-        return sum(self.per_layer(num_layers))
-
-    @property
-    def kept(self) -> dict[int, list[int]]:
+    @cached_property
+    def kept(self) -> Mapping[int, Sequence[int]]:
         """Return the rows of each picture that survive, by pruning layer (0-based)."""
         cuts = self.plan.cuts if self.plan else ()
         return {cut: [picture.after[cut] for picture in self.pictures] for cut in cuts}
@@ -170,100 +165,6 @@ def scheduled(budget: str, plan: Plan | None, layouts: Sequence[VisualLayout]) -
         return Schedule(budget, None, pictures)
     kept = (plan.keeps(layout.tokens, layout.groups) for layout in layouts)
     return Schedule(budget, plan, tuple(PictureSchedule.of(counts, groups, plan.cuts) for counts, groups in kept))
-
-
-def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Schedule]:
-    """Return the schedules of `budget` and of all budgets of `method` that keep no more of such pictures.
-
-    The largest is first. They are chosen after the tower, so budgets with a tower of their own are left out. Raises
-    `BudgetError` for one of those, and for an unknown method or budget.
-    """
-    layers, own = manifest.language_model.num_layers, schedule(manifest, method, budget, layouts)
-    if own.plan is not None and own.plan.tower is not None:
-        raise BudgetError(
-            f"deadlines choose a budget after the vision tower, and '{budget}' has a tower of its own (option "
-            f"'{own.plan.tower.removeprefix('vision+')}'). Give a budget without that option, or no deadline."
-        )
-    most, plans = own.size(layers), manifest.plans[method]
-    names = [UNPRUNED, *(name for name, plan in plans.items() if plan.tower is None)]
-    every = [schedule(manifest, method, name, layouts) for name in names]
-    return sorted((one for one in every if one.size(layers) <= most), key=lambda one: -one.size(layers))
-
-
-def layer_flops(model: LanguageModel, tokens: int) -> int:
-    """Return the FLOPs of one decoder layer on `tokens` tokens: projections, full n x n attention, gated MLP."""
-    d, kv = model.hidden_size, model.num_kv_heads * model.head_dim
-    q = model.num_heads * model.head_dim
-    projections = 2 * tokens * d * q + 2 * tokens * d * kv
-    attention = 2 * tokens**2 * q
-    mlp = 3 * tokens * d * model.intermediate_size
-    return 2 * (projections + attention + mlp)
-
-
-def policy_flops(
-    manifest: Manifest, tokens_per_layer: Sequence[int], new_tokens: int | None = None
-) -> tuple[int, int]:
-    """Return the FLOPs of a policy's prompt, and of one denoising step, of the action head or of all new tokens.
-
-    `new_tokens` are those of a chunk; None means the most.
-    """
-    model, policy = manifest.language_model, manifest.acting
-    if policy.expert is not None:
-        return prefix_flops(model, tokens_per_layer), expert_flops(policy, tokens_per_layer)
-    step = head_flops(policy, model.hidden_size)
-    if manifest.decodes:
-        count = policy.new_tokens if new_tokens is None else new_tokens
-        pairs = sum(tokens_per_layer) * 2 * 2 * model.num_heads * model.head_dim
-        step = count * 2 * model.hidden_size * model.vocab_size
-        # The prompt gives the first token.
-        step += (count - 1) * (model.num_layers * layer_flops(model, 1) + pairs)
-    return prefill_flops(model, tokens_per_layer), step
-
-
-def prefix_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
-    """Return the FLOPs of a policy's prefix: of its last layer only keys and values are computed."""
-    *earlier, last = tokens_per_layer
-    return prefill_flops(model, earlier) + 2 * 2 * last * model.hidden_size * model.num_kv_heads * model.head_dim
-
-
-def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
-    """Return the FLOPs of a prefill in which layer i runs on `tokens_per_layer[i]` tokens (visual and text)."""
-    return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
-
-
-def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices: int, mergers: int) -> int:
-    """Return the FLOPs of a Qwen tower on `patches` patches: patch embedding, blocks and mergers.
-
-    `pairs` are the pairs of patches that attend to each other, summed over blocks. A block's MLP has `mlp_matrices`
-    matrices. `mergers` are the tower's own and those of DeepStack.
-    """
-    d, m = tower.hidden_size, tower.intermediate_size
-    embedding = patches * 3 * tower.temporal_patch_size * tower.patch_size**2 * d
-    linear = patches * (4 * d * d + mlp_matrices * d * m)
-    joined = d * tower.merge_size**2
-    merger = patches // tower.merge_size**2 * (joined**2 + joined * tower.out_size)
-    return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
-
-
-def head_flops(policy: PolicyFacts, width: int) -> int:
-    """Return the FLOPs of the action head on rows of a decoder's `width`, and of the row that has the state."""
-    blocks, dim = policy.rows.head_blocks if policy.rows else 0, policy.action_dim
-    state = policy.state_dim * width + width**2 if policy.state_dim else 0
-    return 2 * (policy.chunk * ((dim + blocks) * width**2 + dim * width) + state)
-
-
-def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
-    """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i.
-
-    Without what depends on the time alone (pi0.5's norms), which runs once for each time.
-    """
-    expert, rows = policy.denoiser, policy.expert_rows
-    width, q = expert.hidden_size, expert.num_heads * expert.head_dim
-    own = sum(layer_flops(expert, rows) + 2 * 2 * rows * cached * q for cached in prefix_rows)
-    ends = policy.chunk * 2 * policy.action_dim * width
-    if not policy.state_in_prompt:
-        ends += policy.chunk * 3 * width**2 + policy.state_dim * width
-    return own + 2 * ends
 
 
 def merges_of(tower: SquareTower) -> dict[int, int]:
@@ -294,9 +195,3 @@ def vit_flops(tower: SquareTower, rows: int, merges: Mapping[int, int]) -> int:
         rows -= merges.get(block, 0)
         flops += 2 * (2 * rows * d * m)
     return flops
-
-
-def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:
-    """Return the bytes that a decode step reads: the stored weights of decoder and head, and the KV cache."""
-    graphs = ["head", *(f"decoder_{segment}" for segment in range(len(manifest.segments)))]
-    return sum(manifest.weight_bytes(graph) for graph in graphs) + kv_bytes

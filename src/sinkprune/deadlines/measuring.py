@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -13,12 +14,13 @@ from typing import Generic
 import numpy as np
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import RealNumber, check_type, warn_user
+from sinkprune.contract.checks import RealNumber, check_type, format_value, warn_user
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import CostsWarning, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.contract.schedule import Schedule, schedules_up_to
+from sinkprune.contract.schedule import Schedule
 from sinkprune.deadlines.costs import (
     COSTS_VERSION,
     C,
@@ -30,8 +32,9 @@ from sinkprune.deadlines.costs import (
     fit_measured,
     not_kept,
 )
-from sinkprune.deadlines.policy import RequestHistory
+from sinkprune.deadlines.policy import RequestHistory, schedules_up_to
 from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
@@ -40,7 +43,6 @@ from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.system import OtherLoad
 
 MEASURING_COSTS = "measuring what budgets cost on this machine"
 """The work of a warm-up, as progress names it."""
@@ -361,3 +363,21 @@ def _fast_enough(
             break
         requests.append(request)
     return requests
+
+
+@contextmanager
+def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgress]:
+    """Yield the function for the progress of the block, by the argument `progress` of a Python function.
+
+    True shows what `status` shows for `text`, False nothing. A function is yielded as it is. Raises `TypeError` for
+    anything else.
+    """
+    if progress is True:
+        with status(text) as report:
+            yield report
+    elif progress is False:
+        yield unreported
+    else:
+        if not callable(progress):
+            raise TypeError(f"progress is {format_value(progress)}, expected True, False or a function.")
+        yield progress

@@ -11,10 +11,11 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import escaped
 from sinkprune.contract.errors import PruningError, UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import VisualLayout, schedules_up_to
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.deadlines.costs import ActionCosts, Costs, MeasuredCosts, Place, not_kept
 from sinkprune.deadlines.measuring import KeepsCosts, place_of
 from sinkprune.deadlines.pipeline import Pipeline
+from sinkprune.deadlines.policy import schedules_up_to
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.known import usual_backend
 from sinkprune.runtime.commands.options import Options

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sinkprune.contract.budgets import Plan
-from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.deadlines.costs import Costs
 from sinkprune.deadlines.measuring import (
@@ -15,6 +14,7 @@ from sinkprune.deadlines.measuring import (
     SECONDS_RANGE,
     KeepsCosts,
     measure_costs,
+    shown_progress,
     warn_of_load,
 )
 from sinkprune.deadlines.policy import DeadlinePolicy, check_chosen_after_tower

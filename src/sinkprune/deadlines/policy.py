@@ -10,9 +10,9 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import Schedule, VisualLayout, schedules_up_to
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.deadlines.costs import LEAST_MS, Costs, Prediction, RecentRatios, predict
 from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.answer import DeadlineReport
@@ -95,6 +95,28 @@ class _Option(NamedTuple):
     """The same, at the machine's recent speed."""
 
 
+def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+    """Return the schedules of `budget` and of all budgets of `method` that keep no more of such pictures.
+
+    The largest is first. They are chosen after the tower, so budgets with a tower of their own are left out. Raises
+    `BudgetError` for one of those, and for an unknown method or budget.
+    """
+    layers, own = manifest.language_model.num_layers, schedule(manifest, method, budget, layouts)
+    if own.plan is not None and own.plan.tower is not None:
+        raise BudgetError(
+            f"deadlines choose a budget after the vision tower, and '{budget}' has a tower of its own (option "
+            f"'{own.plan.tower.removeprefix('vision+')}'). Give a budget without that option, or no deadline."
+        )
+
+    def rows(planned: Schedule) -> int:
+        """Return the visual rows of all layers together."""
+        return sum(planned.per_layer(layers))
+
+    names = [UNPRUNED, *(name for name, plan in manifest.plans[method].items() if plan.tower is None)]
+    every = [schedule(manifest, method, name, layouts) for name in names]
+    return sorted((one for one in every if rows(one) <= rows(own)), key=lambda one: -rows(one))
+
+
 class DeadlinePolicy(Budgets):
     """The policy of a request with a deadline.
 
@@ -130,8 +152,8 @@ class DeadlinePolicy(Budgets):
         `passes` are those of the request's closed list (`ChoiceTokens.passes`). `first_uses` is `Chain.first_uses`.
         The request's own times are added to `history`, unless it reused rows, loaded a graph or was the first.
         """
-        super().__init__(manifest, request, plan, None if passes is None else len(passes))
-        self._passes, self._first_uses = passes, first_uses
+        super().__init__(manifest, request, plan, passes)
+        self._first_uses = first_uses
         self._deadline_ms, self._costs, self._history = deadline_ms, costs, history
         self._now, self._began = now, now() if began is None else began
 

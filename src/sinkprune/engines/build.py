@@ -17,13 +17,12 @@ from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from sinkprune.contract.bundle import (
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import (
     ANY_SHAPE,
     ASKED_LIMITS,
-    BUNDLE_FOLDER,
     ENGINES,
     FORMAT_VERSION,
-    Bundle,
     Engines,
     EnginesManifest,
     EngineSpec,
@@ -48,7 +47,7 @@ from sinkprune.contract.files.manifest_file import FileSpec, file_specs, sha256
 from sinkprune.contract.files.output_files import check_in_no_bundle
 from sinkprune.contract.files.trust import ANY, Sign
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, UnreadableError, read_bytes
-from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
+from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, BUNDLE_FOLDER, MANIFEST
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.comparing import Gate
 from sinkprune.engines.preflight import check_memory, disk_bytes, need_and_free
@@ -193,7 +192,7 @@ def build_engines(
     `asked_limits` are the fields of `limits` that the user gave; engines that take any shape enforce only these.
     `force` replaces existing engines. `move` removes each graph and its weights from the bundle once the disk holds
     its engine, and the bundle at the end. `sign` signs the engines' manifest
-    (`sinkprune.contract.files.trust.read_private_key`). Each engine must pass `gate` before its graph is removed,
+    (`sinkprune.contract.files.signature.read_private_key`). Each engine must pass `gate` before its graph is removed,
     and all engines together before the folder is in its place.
 
     Errors that can be foreseen are raised before anything is written. After a later error `output` is unchanged, and

@@ -17,7 +17,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options, sum_lines
 
 if TYPE_CHECKING:
-    from sinkprune.contract.bundle import EnginesManifest, Realisation
+    from sinkprune.contract.engines_manifest import EnginesManifest, Realisation
 
 _EXAMPLES = """\
 examples:
@@ -43,9 +43,10 @@ _SM = WholeNumber("--sm", 10, 999)
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
-    from sinkprune.contract.bundle import ENGINES, enforced_limits, read_bundle
+    from sinkprune.contract.bundle import read_bundle
+    from sinkprune.contract.engines_manifest import ENGINES, enforced_limits
     from sinkprune.contract.files.folders import check_outside, check_replaceable
-    from sinkprune.contract.files.trust import read_private_key
+    from sinkprune.contract.files.signature import read_private_key
     from sinkprune.engines.build import build_engines, is_begun
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.comparing import Gate
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _summary(output: Path, manifest: EnginesManifest, seen_shares: Sequence[float]) -> dict[str, object]:
-    from sinkprune.contract.bundle import CHECKED, ENGINES
+    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     return {
         "engines": str(output),
@@ -141,7 +142,7 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Pat
 
     `bundle` has the graphs of the engines; None if --move has removed it. `key` has signed the engines, if any.
     """
-    from sinkprune.contract.bundle import CHECKED, ENGINES
+    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     command = f"sinkprune-check {escaped(str(bundle))} {escaped(str(output))} --image PICTURE --prompt QUESTION"

@@ -16,7 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
-from sinkprune.contract.bundle import Realisation
+from sinkprune.contract.engines_manifest import Realisation
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.descriptions import DOMAIN, NAMESPACE, PLUGINS, VERSION, Plugin
 from sinkprune.runtime.backends.models import Model

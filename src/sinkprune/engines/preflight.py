@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from sinkprune.contract.bundle import ANY_SHAPE, Bundle, OptimisationProfiles, Target
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import ANY_SHAPE, OptimisationProfiles, Target
 from sinkprune.contract.errors import OutOfMemoryError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, Manifest
 from sinkprune.contract.memory import available_bytes, compared_sizes

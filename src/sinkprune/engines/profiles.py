@@ -12,8 +12,8 @@ from statistics import median_low
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import TOWER, Plan, is_tower
-from sinkprune.contract.bundle import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.checks import WholeNumber, counted
+from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule

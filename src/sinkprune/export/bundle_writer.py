@@ -64,7 +64,7 @@ def export_bundle(
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
-    `sign` signs its manifest (`sinkprune.contract.files.trust.read_private_key`).
+    `sign` signs its manifest (`sinkprune.contract.files.signature.read_private_key`).
     `needs` receives, before anything is written, about how many bytes of memory and of disk the export takes.
     `left_out` receives each budget that a method cannot reach. If it reaches none, that is a `BudgetError`.
     `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.

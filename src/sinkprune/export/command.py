@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # The hub gets the name of a checkpoint, and no telemetry.
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    from sinkprune.contract.files.trust import read_private_key
     from sinkprune.contract.manifest import BUNDLE
 
     unreachable: list[Unreachable] = []
@@ -76,7 +75,11 @@ def main(arguments: Sequence[str] | None) -> None:
             heads = read_heads(options.heads)
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
         request = ExportRequest(**{**given, "heads": heads})
-        sign = read_private_key(options.sign) if options.sign else None
+        sign = None
+        if options.sign:
+            from sinkprune.contract.files.signature import read_private_key
+
+            sign = read_private_key(options.sign)
         with status("reading") as progress:
             manifest = export_bundle(
                 request,

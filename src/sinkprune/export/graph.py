@@ -58,7 +58,7 @@ class Graph:
 
     def save(self, root: Path, file: str) -> GraphSpec:
         """Write the graph to `root / file`, and return its interface."""
-        for domain in {function.domain for function in self.builder.functions.values()}:
+        for domain in dict.fromkeys(function.domain for function in self.builder.functions.values()):
             self._graph.opset_imports[domain] = 1
         functions = list(self.builder.functions.values())
         for node in [*self._graph, *(node for function in functions for node in function)]:

@@ -16,19 +16,13 @@ from typing import Literal
 from PIL import Image
 
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED
-from sinkprune.contract.bundle import Target
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.files.manifest_file import FileSpec
+from sinkprune.contract.flops import decode_bytes, policy_flops, prefill_flops
 from sinkprune.contract.manifest import MODULATION, Manifest
 from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
-from sinkprune.contract.schedule import (
-    Schedule,
-    VisualLayout,
-    decode_bytes,
-    policy_flops,
-    prefill_flops,
-    schedule,
-)
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
 from sinkprune.jetson.boards import Board
 from sinkprune.runtime.backends.known import KNOWN

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sinkprune.contract.budgets import Plan
-from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.manifest import MODULATION, STATE_PROJECTOR
+from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.errors import NumericsError, PromptError
+from sinkprune.contract.manifest import MODULATION, STATE_PROJECTOR, Manifest
 from sinkprune.contract.model_facts import (
     PLACEHOLDER_ROW,
     STATE_ROW,
@@ -26,18 +28,21 @@ from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.policies.fast import actions_of
 from sinkprune.policies.observation import Observation, robot_actions
 from sinkprune.policies.report import ActionReport, by_part, chunk_flops
-from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.recipe import look, run_prompt
-from sinkprune.runtime.steps.chain import Chain, TowerOutput, of_each_group, run_tower
-from sinkprune.runtime.steps.context_length import check_prompt_length
+from sinkprune.runtime.steps.chain import Chain, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
-from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
+from sinkprune.runtime.steps.pictures import layout_of, pixels_of
+from sinkprune.runtime.steps.too_long import build_again
 from sinkprune.runtime.text.answer_tokens import check_finite
 from sinkprune.runtime.text.prompt import Prompt
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.frames import FrameInputs
 
 _NOT_FINITE = (
     "the policy gave actions that are not finite. If the bundle is fp16, its values may exceed that type: export it "
@@ -244,6 +249,48 @@ class _AllCameras(Rows):
             return super().towers(chain, plan, pictures, clock)
         tower = run_tower(chain, joined_inputs([picture.inputs for picture in pictures]), clock, plan)
         return of_each_group(chain.backend, tower)
+
+
+def joined_inputs(inputs: Sequence[dict[str, Array] | FrameInputs]) -> dict[str, Array] | FrameInputs:
+    """Return the vision tower's inputs for several pictures in one call, joined along the axis of groups."""
+    prepared = [one for one in inputs if isinstance(one, dict)]
+    if len(prepared) < len(inputs):
+        from sinkprune.runtime.frames import joined
+
+        return joined(inputs)
+    return {name: np.concatenate([one[name] for one in prepared]) for name in prepared[0]}
+
+
+def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
+    """Return the `tower`'s output on G pictures of one group each, by picture."""
+    if tower.shape[0] == 1:
+        return [tower]
+    whole = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+    whole |= {"deepstack": tower.deepstack} if tower.deepstack is not None else {}
+    whole |= {"merged": tower.device_merged} if tower.device_merged is not None else {}
+    groups = zip(*map(backend.split, whole.values()), strict=True)
+    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True)), tower.scores.damaged) for own in groups]
+
+
+def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, visual: int) -> None:
+    """Reject a policy's prompt with too many tokens of `text` and `visual` rows; raises `PromptError`."""
+    trained = manifest.policy.most_prompt_tokens if manifest.policy else None
+    if trained is not None and text > trained:
+        raise PromptError(
+            f"{text} text tokens in the prompt are more than the {trained} of the policy's training. Give a shorter "
+            "instruction."
+        )
+    if limits is not None and text > limits.prompt_tokens:
+        raise PromptError(
+            f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
+            f"Give a shorter instruction, or {build_again(manifest, limits, prompt_tokens=text)}."
+        )
+    most = manifest.language_model.max_positions
+    if text + visual > most:
+        raise PromptError(
+            f"the prompt is too long: {text} text tokens and {visual} visual tokens exceed the model's {most} "
+            "positions. Give a shorter instruction."
+        )
 
 
 def run_chunk(

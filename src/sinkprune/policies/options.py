@@ -18,7 +18,8 @@ from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, rea
 from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.policies.observation import in_trained_order, observed, short_name, unusual_state
 from sinkprune.runtime.commands.profile_options import frame_files
-from sinkprune.runtime.media.picture_warnings import FileFacts, file_facts
+from sinkprune.runtime.media.images import FileFacts
+from sinkprune.runtime.media.picture_warnings import file_facts
 
 NO_CAMERA = "none"
 """The word for a camera without a frame."""

@@ -11,13 +11,19 @@ from typing import Any
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import check_plan_names, check_type, checks_options, checks_options_and, shows_fields
-from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, reporting, unreported
-from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.deadlines.costs import ActionCosts
-from sinkprune.deadlines.measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, KeepsCosts, warn_of_load
+from sinkprune.deadlines.measuring import (
+    MEASURING_COSTS,
+    SECONDS,
+    SECONDS_RANGE,
+    KeepsCosts,
+    shown_progress,
+    warn_of_load,
+)
+from sinkprune.deadlines.policy import schedules_up_to
 from sinkprune.policies.chunk import Choose, StepTimes, check_chunk, layouts_of, run_chunk
 from sinkprune.policies.deadline import MEASURED_STEPS, ChunkDeadline, check_costs, least_steps, measure_costs
 from sinkprune.policies.observation import Cameras, Observation, observed

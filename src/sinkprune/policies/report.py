@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinkprune.contract.checks import to_json
+from sinkprune.contract.flops import policy_flops
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import EngineHeader, Spread, named_rows
-from sinkprune.contract.schedule import VisualLayout, policy_flops
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.steps.answer import DeadlineOutcome
 from sinkprune.runtime.steps.decoding import Kept
 

@@ -14,7 +14,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, scheduled
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import Prefill, PromptRun, StoredRows
@@ -34,11 +34,13 @@ class Budgets:
     timed = False
     """Whether `choose` reads the clock, and must be called when the tower is done and not only enqueued."""
 
-    def __init__(self, manifest: Manifest, request: Request, plan: Plan | None, passes: int | None = None) -> None:
-        """Choose for a `request` at its `plan`; a closed list is compared in so many `passes` after the prompt."""
-        self.plan, self._manifest, self._request = plan, manifest, request
+    def __init__(
+        self, manifest: Manifest, request: Request, plan: Plan | None, passes: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Choose for a `request` at its `plan`; `passes` are those of its `Tokens`."""
+        self.plan, self._manifest, self._request, self._passes = plan, manifest, request, passes
         # The prompt gives the first token, and is the first pass.
-        self._most = request.max_new_tokens if passes is None else 1 + passes
+        self._most = request.max_new_tokens if passes is None else 1 + len(passes)
 
     def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
         """Return the schedules that the request may run, for pictures of these layouts."""
@@ -112,15 +114,12 @@ class Tokens:
 
     complete = False
     """Whether the answer is complete, so that no token may follow."""
+    passes: Sequence[Sequence[int]] | None = None
+    """The tokens of each pass after the prompt where answers are compared, and not written; else None."""
 
     def __init__(self, stop: Sequence[int] = (), min_tokens: int = 0) -> None:
         """Allow the `stop` tokens only after `min_tokens`, as transformers does."""
         self._stop, self._min_tokens, self._tokens = np.array([*stop], np.int64), min_tokens, 0
-
-    @property
-    def passes(self) -> Sequence[Sequence[int]] | None:
-        """The tokens of each pass after the prompt where answers are compared, and not written; else None."""
-        return None
 
     def allowed(self, vocabulary: int) -> Array | None:
         """Return whether each of so many tokens may come next, as booleans; None where all may."""

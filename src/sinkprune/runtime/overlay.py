@@ -20,8 +20,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.frame import Frame, as_image
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video, as_image
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
 from sinkprune.runtime.steps.decoding import Kept
 from sinkprune.runtime.steps.pictures import PictureLike

@@ -173,9 +173,7 @@ class Pipeline(StaysInProcess, Answering):
         def new_hooks() -> Hooks:
             return Hooks(new_budgets(state), new_rows(), tokens, observer)
 
-        stream = Stream(generate(model, request, new_hooks, state), state)
-        stream.count_from(began)
-        return stream
+        return Stream(generate(model, request, new_hooks, state), state, began)
 
     def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
@@ -213,5 +211,4 @@ class Pipeline(StaysInProcess, Answering):
             raise UsageError(
                 "a deadline was given, and this pipeline measures no costs. Load the bundle with sinkprune.Pipeline."
             )
-        passes = None if tokens.passes is None else len(tokens.passes)
-        return lambda state: Budgets(self.bundle.manifest, request, plan, passes)
+        return lambda state: Budgets(self.bundle.manifest, request, plan, tokens.passes)

@@ -10,7 +10,7 @@ from sinkprune.contract.schedule import Schedule, VisualLayout
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import Budgets, Observer, Rows
-from sinkprune.runtime.media.picture_warnings import facts_of
+from sinkprune.runtime.media.images import facts_of
 from sinkprune.runtime.steps.chain import encode
 from sinkprune.runtime.steps.decoding import PromptRun, prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
@@ -47,13 +47,13 @@ def look(
     for place, source in enumerate(sources):
         # One after the other, because the pixels of a large picture take hundreds of MB.
         picture = model.picture_of(source)
-        with clock.measure(whole), clock.measure("preprocess"):
+        with clock.measure(whole, "preprocess"):
             layout = layout_of(picture, source, model.family)
             inputs = {} if rows.knows(place, picture, plan) else model.tower_inputs(picture)
             pictures.append(TowerInput(inputs, layout, facts_of(picture)))
         del picture, inputs
     layouts = [each.layout for each in pictures]
-    with clock.measure(whole), clock.measure("preprocess"):
+    with clock.measure(whole, "preprocess"):
         prompt = encode_prompt(layouts)
     seen.seen([*pictures])
     model.warnings.warn(layouts, [each.file for each in pictures])

@@ -46,10 +46,11 @@ class Stream(Generator[str, None, Answer]):
     time; `cancel` may be called from any thread.
     """
 
-    def __init__(self, steps: Generator[str | None, None, Answer], state: StreamState) -> None:
-        """Wrap the `steps` of a request, which read and write `state`."""
+    def __init__(self, steps: Generator[str | None, None, Answer], state: StreamState, began: float) -> None:
+        """Wrap the `steps` of a request, which read and write `state`; `began` is that of `count_from`."""
         self._steps, self._state = steps, state
         self._answer: Answer | None = None
+        self.count_from(began)
 
     def count_from(self, began: float) -> None:
         """Let a deadline count the time from `began` until now, by `time.perf_counter`; called before the first

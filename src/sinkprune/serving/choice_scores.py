@@ -44,7 +44,7 @@ class ChoiceTokens(Tokens):
         return len(_longest(self.ids)) < len(self.ids)
 
     @property
-    def passes(self) -> list[_Ids]:
+    def passes(self) -> list[_Ids]:  # type: ignore[override]
         """The tokens that run through the decoder after the prompt, in so many passes.
 
         The last token of an answer only runs if a stop token counts. Tokens that begin another pass need none.

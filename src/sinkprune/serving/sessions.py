@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.checks import WholeNumber, check_type, checks_options
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import prefill_flops
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import NOBODY, Observer, Restored, Rows
 from sinkprune.runtime.loading import StaysInProcess
-from sinkprune.runtime.media.clip import Picture, SampledFrames
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames
 from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower

@@ -18,7 +18,8 @@ from sinkprune.calibration.scheduling.search import METHOD, TRIAL, Trials, add_b
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
-from sinkprune.contract.files.trust import Trust, verify_signature
+from sinkprune.contract.files.signature import verify_signature
+from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.methods import load_method
 from support.programs.killed_commands import left

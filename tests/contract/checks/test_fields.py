@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Plan
-from sinkprune.contract.bundle import EnginesManifest
 from sinkprune.contract.checks import OPTIONAL, Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.manifest import LanguageModel, Manifest
 
 Share = Annotated[int | float, Bounds(0, 1)]

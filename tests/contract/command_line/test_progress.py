@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.command_line.progress import progress_bar, shown_progress, status
+from sinkprune.contract.command_line.progress import status
+from sinkprune.deadlines.measuring import shown_progress
 from sinkprune.engines.progress import TerminalProgress
+from sinkprune.runtime.commands.reports import progress_bar
 from sinkprune.runtime.commands.run import main as run
 from support.programs.commands import Terminal
 

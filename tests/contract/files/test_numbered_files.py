@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import by_number
+from sinkprune.contract.files.numbered_files import by_number
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
-from sinkprune.contract.files.trust import Trust, read_private_key
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import MANIFEST
 from support.models.manifests import manifest_data, write_data
 from support.programs.commands import assert_refused, run

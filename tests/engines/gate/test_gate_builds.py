@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract import memory as system_memory
-from sinkprune.contract.bundle import Limits, read_bundle, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, read_engines
 from sinkprune.contract.errors import EnginesError, NumericsError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import BUNDLE

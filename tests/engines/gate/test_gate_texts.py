@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Bundle, Limits, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import Gate, compare_texts, row_differences

@@ -12,7 +12,8 @@ import pytest
 from onnx import helper, numpy_helper
 from PIL import Image
 
-from sinkprune.contract.bundle import Bundle, Limits, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import compare_engine
 from sinkprune.engines.gate.recording import GateQuestion, RecordedCall, Recording, record

@@ -17,7 +17,8 @@ if platform.machine() != "x86_64":
 
 import onnx
 
-from sinkprune.contract.bundle import Bundle, Limits, Range
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec

@@ -28,7 +28,8 @@ if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
 from sinkprune.contract.budgets import MERGING_TOWER, TOWER
-from sinkprune.contract.bundle import Bundle, Limits, read_engines
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Limits, read_engines
 from sinkprune.engines.build import build_engines, small_jobs
 from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles
 from sinkprune.engines.progress import SILENT

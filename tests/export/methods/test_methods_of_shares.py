@@ -13,7 +13,8 @@ import pytest
 
 from sinkprune.contract.budgets import FAMILIES, parse_budget
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.schedule import PictureSchedule, layer_flops
+from sinkprune.contract.flops import layer_flops
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import Dialect, opset20, opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method

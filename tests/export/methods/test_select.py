@@ -16,14 +16,8 @@ from sinkprune.contract.budgets import Budget, Share, parse_budget
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.select import (
-    best_of_each_image,
-    best_of_one_image,
-    build_select,
-    every_text_row,
-    last_row,
-    text_like_the_image,
-)
+from sinkprune.export.methods.in_llm import last_row, text_like_the_image
+from sinkprune.export.pruning.select import best_of_each_image, best_of_one_image, build_select, every_text_row
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.references import reference

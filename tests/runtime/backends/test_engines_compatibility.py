@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import ASKED_LIMITS, ENGINES, MOST_TOKENS, Bundle, EngineSpec, Limits, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.backends.kv_cache import ROOM
-from sinkprune.runtime.backends.onnxruntime.backend import HostBuffers
+from sinkprune.runtime.backends.kv_cache import ROOM, HostBuffers
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token

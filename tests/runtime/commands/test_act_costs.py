@@ -14,7 +14,7 @@ from sinkprune import ActionCosts, Policy, write_costs
 from sinkprune.deadlines.costs import cache_file
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.system import OtherLoad
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")

@@ -31,7 +31,8 @@ from sinkprune.runtime.families.qwen_processor import (
     evenly_spaced_indices,
     sample_frames,
 )
-from sinkprune.runtime.media.clip import Clip, ClipSize, SampledFrames
+from sinkprune.runtime.media.clip import Clip
+from sinkprune.runtime.media.frame import ClipSize, SampledFrames
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
 from support.models.qwen_checkpoints import VIDEO_TOKEN

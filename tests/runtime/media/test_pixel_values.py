@@ -13,8 +13,8 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.images import largest_of_16_bits, read_image_bytes, to_rgb
-from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
+from sinkprune.runtime.media.images import facts_of, largest_of_16_bits, read_image_bytes, to_rgb
+from sinkprune.runtime.media.picture_warnings import notes_on
 
 GREY, COLOUR, PALETTE, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6
 """Kinds of PNG, by their number in the header."""

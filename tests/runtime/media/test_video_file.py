@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.families.qwen_processor import sample_frames
-from sinkprune.runtime.media.clip import ClipSize
+from sinkprune.runtime.media.frame import ClipSize
 from sinkprune.runtime.media.video_file import VideoFile
 from support.models.clips import LIMITS, frames
 from support.models.video_files import trimmed, write_video

@@ -24,7 +24,8 @@ from sinkprune.contract.errors import VideoError
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
 from sinkprune.runtime.families.internvl import InternVL, TilesProcessor, middle_indices
-from sinkprune.runtime.media.clip import Clip, ClipSize, SampledFrames
+from sinkprune.runtime.media.clip import Clip
+from sinkprune.runtime.media.frame import ClipSize, SampledFrames
 from support.models.clips import INTERNVL_BUDGETS, frames
 from support.models.internvl_checkpoints import COLOURS
 

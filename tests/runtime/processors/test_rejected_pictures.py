@@ -13,7 +13,7 @@ from PIL import Image
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError, ImageError
 from sinkprune.runtime.families import Family, load_family
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.pictures import decoded
 
 Bundles = Callable[..., Path]

@@ -12,8 +12,8 @@ from PIL import Image
 
 from sinkprune import ActionReport, Policy
 from sinkprune.contract.command_line.table_console import TEXT_WIDTH
+from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.report import Spread
-from sinkprune.contract.schedule import expert_flops, prefix_flops
 from sinkprune.policies.profile import PolicyRounds
 from sinkprune.policies.report import PROFILE_PARTS, PolicyReport
 from support.programs.commands import assert_refused, run

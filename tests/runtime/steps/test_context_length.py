@@ -9,12 +9,14 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Limits, read_bundle
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import schedules_up_to
-from sinkprune.runtime.steps.context_length import check_length, check_picture_count, runnable, too_long_error
+from sinkprune.deadlines.policy import schedules_up_to
+from sinkprune.runtime.steps.context_length import check_length, check_picture_count, runnable
 from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.steps.too_long import too_long_error
 from support.references.steps import QUESTION
 
 

@@ -16,7 +16,8 @@ from sinkprune.contract.budgets import MERGING_TOWER
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.manifest import SiglipTower
-from sinkprune.contract.schedule import merges_of, schedules_up_to
+from sinkprune.contract.schedule import merges_of
+from sinkprune.deadlines.policy import schedules_up_to
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.device.stopwatch import Stopwatch

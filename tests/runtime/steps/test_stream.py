@@ -192,5 +192,5 @@ def test_a_stream_is_read_in_one_thread_at_a_time() -> None:
             next(stream)
         yield "a"
 
-    stream = Stream(steps(), StreamState())
+    stream = Stream(steps(), StreamState(), 0.0)
     assert next(stream) == "a"

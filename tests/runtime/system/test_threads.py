@@ -14,8 +14,8 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.device.turns import Turns
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.system import Turns
 
 BACKENDS = ("ort-cpu", "openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill")
 BUDGETS = ("none", "retain-128", "retain-64")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import Bundle, Engines, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Engines
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import MANIFEST
 

@@ -27,7 +27,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from sinkprune import Pipeline
-from sinkprune.runtime.media.clip import SampledFrames
+from sinkprune.runtime.media.frame import SampledFrames
 from support.models.qwen_checkpoints import IMAGE_TOKEN, VIDEO_TOKEN
 from support.models.small_models import NEXT_SHAPES
 from support.references.pruned_prompts import seconds_per_patch

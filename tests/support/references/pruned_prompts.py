@@ -10,7 +10,7 @@ import torch
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import parse_budget
-from sinkprune.runtime.media.clip import Picture, SampledFrames
+from sinkprune.runtime.media.frame import Picture, SampledFrames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.references.masking import Array, Sequence, embedded
 from support.references.reference import beside_kept, sanitize_at

@@ -8,7 +8,8 @@ from typing import Any
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
-from sinkprune.contract.bundle import Bundle, Limits, OptimisationProfile
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Limits, OptimisationProfile
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.media.clip import Clip

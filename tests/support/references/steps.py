@@ -13,7 +13,7 @@ from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family, TowerInput
 from sinkprune.runtime.families.qwen_processor import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.decoding import Prefill

@@ -17,14 +17,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from sinkprune.contract.bundle import (
-    ENGINES,
-    FORMAT_VERSION,
-    Bundle,
-    EnginesManifest,
-    EngineSpec,
-    Limits,
-)
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import ENGINES, FORMAT_VERSION, EnginesManifest, EngineSpec, Limits
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.build import small_jobs
 from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles

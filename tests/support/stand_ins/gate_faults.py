@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from sinkprune.contract.bundle import ENGINES, Bundle, read_engines
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import file_specs

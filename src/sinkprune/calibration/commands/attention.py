@@ -38,11 +38,10 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import note_written
-from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.export.methods.heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.commands.reports import interrupted_warnings, write_measured
+from sinkprune.runtime.commands.reports import interrupted_warnings, progress_bar, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\

@@ -28,7 +28,6 @@ from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, write_output
-from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import (
     TableConsole,
     make_table,
@@ -38,7 +37,7 @@ from sinkprune.contract.command_line.table_console import (
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.report import in_order_of_rows
 from sinkprune.runtime.commands.options import Options, add_most_tokens, load_pipeline
-from sinkprune.runtime.commands.reports import interrupted_warnings, write_measured
+from sinkprune.runtime.commands.reports import interrupted_warnings, progress_bar, write_measured
 
 _EXAMPLES = """\
 examples:

@@ -25,7 +25,7 @@ from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, PathOrName
-from sinkprune.contract.command_line.progress import progress_bar, status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import OutputError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.runtime.commands.options import Options, bundle_parser, load_pipeline
@@ -33,6 +33,7 @@ from sinkprune.runtime.commands.reports import (
     add_report_options,
     check_report_options,
     interrupted_warnings,
+    progress_bar,
     write_measured,
 )
 from sinkprune.runtime.commands.run import note_many_pictures

@@ -18,7 +18,8 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options, read_private_key, sum_lines
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import BLOCK_SIZES

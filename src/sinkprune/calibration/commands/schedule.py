@@ -36,7 +36,8 @@ from sinkprune.contract.command_line.options import (
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
-from sinkprune.contract.files.trust import read_private_key, sum_lines
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.deadlines.costs import Costs, write_costs
 from sinkprune.deadlines.options import doubtful_costs, kept_line

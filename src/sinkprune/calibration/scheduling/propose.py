@@ -39,10 +39,10 @@ from sinkprune.deadlines.costs import predict
 from sinkprune.deadlines.measuring import MeasurementRounds
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.profiling.other_load import LOADED
 from sinkprune.runtime.steps.chain import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.request import new_request
-from sinkprune.runtime.system import LOADED
 
 UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
 

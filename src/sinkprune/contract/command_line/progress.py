@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sinkprune.contract.checks import escaped, format_value
+from sinkprune.contract.checks import escaped
 from sinkprune.contract.progress import OnProgress, unreported
 
 if TYPE_CHECKING:
@@ -46,38 +46,3 @@ def status(text: str) -> Iterator[OnProgress]:
             bars.update(task, description=escaped(f"{what}: {steps} {unit}"), completed=done, total=total or None)
 
         yield report
-
-
-@contextmanager
-def progress_bar(text: str, total: float, unit: str) -> Iterator[Callable[..., None]]:
-    """Show `text` and steps, each a `unit`, as `status` does.
-
-    Yields a function that counts steps, by default one; its first argument, if any, names the work from then on.
-    """
-    done = 0.0
-    with status(text) as report:
-
-        def count(name: str = text, steps: float = 1) -> None:
-            nonlocal done
-            done += steps
-            report(name, done, total, unit)
-
-        yield count
-
-
-@contextmanager
-def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgress]:
-    """Yield the function for the progress of the block, by the argument `progress` of a Python function.
-
-    True shows what `status` shows for `text`, False nothing. A function is yielded as it is. Raises `TypeError` for
-    anything else.
-    """
-    if progress is True:
-        with status(text) as report:
-            yield report
-    elif progress is False:
-        yield unreported
-    else:
-        if not callable(progress):
-            raise TypeError(f"progress is {format_value(progress)}, expected True, False or a function.")
-        yield progress

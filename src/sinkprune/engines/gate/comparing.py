@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from sinkprune.contract.budgets import is_tower
-from sinkprune.contract.bundle import ANY_SHAPE, CHECKED, Bundle, Target, read_runnable
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.engines_manifest import ANY_SHAPE, CHECKED, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.manifest import Manifest

@@ -37,7 +37,7 @@ from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import Fit, load_family
 from sinkprune.runtime.families.pi0 import state_prompt
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.context_length import check_picture_count

@@ -15,9 +15,9 @@ import numpy as np
 from rich.table import Table
 
 from sinkprune.contract.budgets import is_tower
-from sinkprune.contract.bundle import EnginesManifest
 from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.table_console import TableConsole, make_table
+from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.contract.report import CaptureReport

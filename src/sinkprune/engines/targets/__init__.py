@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from sinkprune.contract.bundle import Bundle, OptimisationProfiles, Realisation, Target
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import unknown_name
+from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import onnx
 
-from sinkprune.contract.bundle import Target
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkprune.contract.bundle import Bundle, Target
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress

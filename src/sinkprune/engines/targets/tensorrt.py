@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx
 
-from sinkprune.contract.bundle import Bundle, Target
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import BackendError, EnginesError, OutOfMemoryError, UsageError
 from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.manifest import Manifest, TensorSpec
@@ -21,8 +22,8 @@ from sinkprune.engines.plugins import plugin_v3 as registry
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
-from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
-from sinkprune.runtime.backends.tensorrt.backend import import_tensorrt, new_error_log
+from sinkprune.runtime.backends.kv_cache import cache_names
+from sinkprune.runtime.backends.tensorrt.backend import fixed_room, import_tensorrt, new_error_log
 from sinkprune.runtime.device.cuda import open_device
 
 

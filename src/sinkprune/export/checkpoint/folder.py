@@ -8,9 +8,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +23,6 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, url_of
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint.torch_file import TorchFile
 
 T = TypeVar("T")
 Name = Annotated[str, Bounds(1, 200)]
@@ -68,43 +66,6 @@ _TRIAL = (
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 _READ = (".json", ".jinja", ".safetensors", ".pt")
-_SAVE = 'python -c "from transformers import AutoModelForImageTextToText as Model; '
-_OTHER_WEIGHTS = {
-    "bundle.json": "It is a bundle, which this command writes. Run it: sinkprune-run '{folder}'",
-    "engines.json": "It has the engines of a bundle. Run them: sinkprune-run '{folder}'",
-    "*.incomplete": "A download has not finished. Run the same `hf download` again",
-    "model.*.safetensors": "'{}' is a variant, which transformers reads on request only. Rename it to "
-    "model.safetensors",
-    "model.safetensors.index.*.json": "'{}' is the index of a variant, which transformers reads on request only. "
-    "Rename it to model.safetensors.index.json",
-    "*-of-*.safetensors": "'{}' is a shard, whose index is missing. Download model.safetensors.index.json too",
-    "pytorch_model*.bin*": "'{}' has PyTorch's format. Write safetensors next to it, with torch installed: "
-    f"{_SAVE}Model.from_pretrained('{{folder}}', dtype='auto').save_pretrained('{{folder}}')\"",
-    "model_index.json": "'{}' is of a pipeline of diffusers, whose weights lie in folders of their own. Give the "
-    "checkpoint of the model that answers, with its weights beside config.json",
-    "consolidated*": "'{}' has the model's original format. Give the same model in transformers' format",
-    **dict.fromkeys(
-        ("*.gguf", "*.onnx", "onnx", "*.engine"),
-        "'{}' is for another runtime. Give the checkpoint that it was made of",
-    ),
-    "*.safetensors": "'{}' has a name that transformers does not read. Rename it to model.safetensors if it holds "
-    "all weights",
-}
-"""What a folder without the weights that transformers reads is, by the names of its files, in this order."""
-
-
-def _missing_weights(folder: Path) -> str:
-    """Return the sentences about a folder without weights that are read: what it holds, and what to do."""
-    # Pipelines of LeRobot have their statistics in safetensors too.
-    names = [name for name in _names(folder) if not name.startswith("policy_p")]
-    downloading = folder / ".cache" / "huggingface" / "download"
-    found = _described(folder, [*names, *_names(downloading)])
-    if folder.parent.name == "snapshots":
-        name = _name_in_cache(folder.parents[1])
-        to = Path(name).name
-        convert = _OTHER_WEIGHTS["pytorch_model*.bin*"].format("pytorch_model.bin", folder=to)
-        return f"If it has PyTorch's weights only: hf download {name} --local-dir {to}. Then: {convert}."
-    return found or "Download the weights, or save the model with transformers' save_pretrained."
 
 
 def _check_pointers(folder: Path) -> None:
@@ -118,64 +79,23 @@ def _check_pointers(folder: Path) -> None:
         )
 
 
+_OF_OTHERS = {"adapter_config.json", "config_sentence_transformers.json", "modules.json"}
+"""Files that folders of other kinds have, some of them beside config.json."""
+
+
 def check_kind(source: str, folder: Path) -> None:
     """Raise `CheckpointError` for a folder that is known to be something else than a checkpoint of a whole model."""
     names = _names(folder)
-    if "adapter_config.json" in names:
-        raise _adapter(source, folder, names)
-    if "config_sentence_transformers.json" in names or "modules.json" in names:
-        raise CheckpointError(
-            f"'{source}' is an embedding model (sentence-transformers), which gives vectors and no answers. Give the "
-            "model that it was made of, such as Qwen/Qwen3-VL-2B-Instruct."
-        )
-    if "config.json" in names:
-        return
-    if folder.resolve().name.startswith("models--"):
-        name = _name_in_cache(folder.resolve())
-        raise CheckpointError(f"'{source}' is the folder of a model in the hub's cache. Give its name: {name}")
-    below = [name for name in names if os.path.lexists(folder / name / "config.json")]
-    if below:
-        # The last checkpoint of a training.
-        last = max(below, key=lambda name: int((re.search(r"\d{1,18}$", name) or ["-1"])[0]))
-        raise CheckpointError(
-            f"'{source}' has no config.json, and {len(below)} of its folders have one: {format_value(below)}. Give "
-            f"one of them: {folder / last}"
-        )
-    if found := _described(folder, names):
-        raise CheckpointError(f"'{source}' has no config.json, and is no checkpoint in Hugging Face format. {found}")
+    if "config.json" not in names or not _OF_OTHERS.isdisjoint(names):
+        from sinkprune.export.checkpoint.folder_kinds import check_other_kinds
 
-
-def _adapter(source: str, folder: Path, names: Iterable[str]) -> CheckpointError:
-    base, kind = None, "PEFT"
-    with suppress(untrusted.UnreadableError, AttributeError):
-        config = untrusted.read_json(folder / "adapter_config.json", follow_links=False)
-        base, kind = config.get("base_model_name_or_path"), config.get("peft_type") or kind
-    merged = " If the weights here are merged already, delete adapter_config.json." if "config.json" in names else ""
-    return CheckpointError(
-        f"'{source}' is an adapter (adapter_config.json, {format_value(kind)}) of the model {format_value(base)}, "
-        f'and no whole checkpoint. Merge both, with peft installed: python -c "from peft import PeftModel; from '
-        "transformers import AutoModelForImageTextToText as Model, AutoProcessor; base = "
-        f"{base if isinstance(base, str) else 'BASE'!r}; PeftModel.from_pretrained(Model.from_pretrained(base, "
-        f"dtype='auto'), {str(source)!r}).merge_and_unload().save_pretrained('merged'); "
-        f"AutoProcessor.from_pretrained(base).save_pretrained('merged')\". Then export 'merged'.{merged}"
-    )
-
-
-def _described(folder: Path, names: Iterable[str]) -> str | None:
-    """Return sentences about the first known kind of file among `names`; None if no kind is known."""
-    names = list(names)
-    found = ((words, name) for pattern, words in _OTHER_WEIGHTS.items() for name in names if fnmatch(name, pattern))
-    return next((f"{words.format(name, folder=folder)}." for words, name in found), None)
+        check_other_kinds(source, folder, names)
 
 
 def _names(folder: Path) -> list[str]:
     with suppress(OSError):
         return sorted(path.name for path in folder.iterdir())
     return []
-
-
-def _name_in_cache(folder: Path) -> str:
-    return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def _is_pointer(path: Path) -> bool:
@@ -196,9 +116,11 @@ def locate(source: str, files: Sequence[str] = _FILES) -> Path:
         _check_pointers(folder)
         return folder
     if folder.is_file():
+        from sinkprune.export.checkpoint.folder_kinds import described
+
         raise CheckpointError(
             f"'{source}' is a file, expected a folder in Hugging Face format. "
-            f"{_described(folder.parent, [folder.name]) or 'Give the folder that holds it.'}"
+            f"{described(folder.parent, [folder.name]) or 'Give the folder that holds it.'}"
         )
     if url_of(source) and not folder.exists():
         name = re.match(r"https://(?:huggingface\.co|hf\.co)/(\w[\w.-]*/\w[\w.-]*)", source)
@@ -360,6 +282,9 @@ class SafetensorsWeights:
                         )
                     self._owners[_canonical(name)] = (handle, name)
             for part, file in parts.items():
+                # Few policies have such files.
+                from sinkprune.export.checkpoint.torch_file import TorchFile
+
                 torch_file = self._stack.enter_context(closing(TorchFile(file_of(folder, file))))
                 self._owners |= {f"{part}.{name}": (torch_file, name) for name in torch_file.keys()}  # noqa: SIM118
             # Without an error they stay open.
@@ -414,7 +339,11 @@ class SafetensorsWeights:
         listed = self._listed(_INDEX) if has_entry(self.folder, _INDEX) else []
         if not has_entry(self.folder, _SINGLE):
             if not listed:
-                raise self._error(f"found neither {_SINGLE} nor {_INDEX}. {_missing_weights(self.folder)}")
+                from sinkprune.export.checkpoint.folder_kinds import missing_weights
+
+                downloading = self.folder / ".cache" / "huggingface" / "download"
+                found = missing_weights(self.folder, _names(self.folder), _names(downloading))
+                raise self._error(f"found neither {_SINGLE} nor {_INDEX}. {found}")
             return listed
         # save_pretrained leaves the index of earlier weights, and removes their shards.
         second = [shard for shard in listed if shard != _SINGLE and has_entry(self.folder, shard)]

@@ -53,25 +53,6 @@ def size(value: ir.Value, axis: int) -> int:
     return found
 
 
-def attention_beside(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value
-) -> CachedAttention:
-    """Return the attention of new rows [1,H,S,h] to a cache and to new rows [1,Hkv,S,h], and the new rows.
-
-    `mask` [H/Hkv*S,C+S] is added to scores. Cache and new rows have products of their own, so that only scores are
-    joined and no cache is copied. Query heads that share keys are stacked, so that no head of a cache is repeated.
-    """
-    heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
-    rows = op.Reshape(op.Mul(query, head_dim**-0.5), [1, kv_heads, -1, head_dim])
-    scores = [op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])) for keys in (past.key, key)]
-    shares = op.Softmax(op.Add(op.Concat(*scores, axis=-1), mask), axis=-1)
-    room = op.Shape(past.key, start=2, end=3)
-    of_past = op.MatMul(op.Slice(shares, [0], room, [3]), past.value)
-    of_new = op.MatMul(op.Slice(shares, room, [2**31 - 1], [3]), value)
-    mixed = op.Reshape(op.Add(of_past, of_new), [1, heads, -1, head_dim])
-    return CachedAttention(mixed, key, value, mask)
-
-
 class Dialect(Protocol):
     """A module of this package. `op` is a graph's or function's operators, under construction."""
 

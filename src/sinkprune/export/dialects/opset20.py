@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, attention_beside, size
+from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, size
 
 OPSET = 20
 IR_VERSION = 10
@@ -127,3 +127,22 @@ def _repeated(op: Any, x: ir.Value, heads: int, kv_heads: int, head_dim: int) ->
     """Return [B,H,T,h] of [B,Hkv,T,h]: each head repeated for the queries of its group."""
     groups = op.Expand(op.Unsqueeze(x, [2]), [1, 1, heads // kv_heads, 1, 1])
     return op.Reshape(groups, [0, heads, -1, head_dim])
+
+
+def attention_beside(
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value
+) -> CachedAttention:
+    """Return the attention of new rows [1,H,S,h] to a cache and to new rows [1,Hkv,S,h], and the new rows.
+
+    `mask` [H/Hkv*S,C+S] is added to scores. Cache and new rows have products of their own, so that only scores are
+    joined and no cache is copied. Query heads that share keys are stacked, so that no head of a cache is repeated.
+    """
+    heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
+    rows = op.Reshape(op.Mul(query, head_dim**-0.5), [1, kv_heads, -1, head_dim])
+    scores = [op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])) for keys in (past.key, key)]
+    shares = op.Softmax(op.Add(op.Concat(*scores, axis=-1), mask), axis=-1)
+    room = op.Shape(past.key, start=2, end=3)
+    of_past = op.MatMul(op.Slice(shares, [0], room, [3]), past.value)
+    of_new = op.MatMul(op.Slice(shares, room, [2**31 - 1], [3]), value)
+    mixed = op.Reshape(op.Add(of_past, of_new), [1, heads, -1, head_dim])
+    return CachedAttention(mixed, key, value, mask)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypedDict
+
+import onnx_ir as ir
 
 from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
@@ -27,11 +30,14 @@ from sinkprune.export.families.llama_shaped import (
 from sinkprune.export.families.llava import FeatureLayer
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, InternViT, build_intern_vit, layer_norm, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, after_cls, cls_salience, layer_norm, patch_rows, two_layers
 
 _Sides = Side | Annotated[list[Side], Bounds(2, 2)]
 # That of torch, which the projector has.
 _EPSILON = 1e-5
+# That of the tower's norms of queries and keys, which no configuration has.
+_ROW_EPSILON = 1e-6
+_FLOAT = ir.DataType.FLOAT
 
 
 class _VisionFields(SquareTowerFields, total=False):
@@ -116,7 +122,7 @@ class InternVL(LlamaShaped):
         )
         self.vision = InternVLTower(**{**facts, "tokens": tokens}, merge_size=merge)
         self.visual_width = vision.hidden_size * merge**2
-        self._tower = InternViT(
+        self._tower = _InternViT(
             self.vision,
             qkv_bias=vision.attention_bias,
             row_norms=vision.use_qk_norm,
@@ -139,7 +145,7 @@ class InternVL(LlamaShaped):
         return SpecialTokens(self._special_tokens(texts, 5), bos="", eos="<|im_end|>")
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
-        tower = partial(build_intern_vit, vit=self._tower)
+        tower = partial(_build_vision, vit=self._tower)
         return {"vision": tower, "projector": self._build_projector, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,3 +238,81 @@ class InternVL(LlamaShaped):
         return Llama(
             facts, text.rms_norm_eps, qkv_bias=bias or not norms, output_bias=bias, mlp_bias=False, head_norms=norms
         )
+
+
+@dataclass(frozen=True)
+class _InternViT:
+    """InternVL's tower: the manifest's facts, and what else its graph needs."""
+
+    facts: InternVLTower
+    qkv_bias: bool
+    row_norms: bool
+    """Whether queries and keys are normed, all heads together."""
+    rms: bool
+    """Whether the norms of blocks are RMSNorm, and not LayerNorm."""
+    last_norm: bool
+    """Whether the rows after the last block are normed."""
+
+    def norm(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
+        """Return the norm of the rows `x` [...,D] in a block, with the weights `name`."""
+        size, epsilon = self.facts.hidden_size, self.facts.layer_norm_eps
+        if not self.rms:
+            return layer_norm(graph, x, name, size, epsilon)
+        return graph.dialect.rms_norm(graph.op, x, graph.parameter(f"{name}.weight", [size]), epsilon)
+
+
+def _build_vision(graph: WeightedGraph, vit: _InternViT) -> None:
+    """Write `vision` of the graph contract: pixel values to tokens, each of `merge_size`**2 patches, joined.
+
+    A token's norm is the largest of its patches, before the tower's last norm layer. Its salience is their mean.
+    """
+    op, facts, d = graph.op, vit.facts, vit.facts.hidden_size
+    merge, side = facts.merge_size, facts.image_size // facts.patch_size
+    pixels = graph.input("pixel_values", ["G", 3, facts.image_size, facts.image_size])
+    name = "vision_tower.embeddings"
+    patches = patch_rows(graph, facts, pixels, f"{name}.patch_embeddings.projection", bias=True)
+    x = after_cls(graph, pixels, patches, graph.parameter(f"{name}.cls_token", [1, 1, d]))
+    x = op.Add(x, graph.parameter(f"{name}.position_embeddings", [1, facts.patches + 1, d]))
+    for block in range(facts.num_blocks):
+        x, query, key = _intern_block(graph, vit, f"vision_tower.encoder.layer.{block}", x)
+    rows = op.Slice(x, [1], [facts.patches + 1], [1])
+    norms = op.ReduceL2(op.Cast(rows, to=_FLOAT), [-1], keepdims=0)
+    salience = cls_salience(graph, facts, query, key, [1, facts.patches + 1])
+    if vit.last_norm:
+        rows = layer_norm(graph, rows, "vision_tower.layernorm", d, facts.layer_norm_eps)
+
+    def joined(y: ir.Value, width: int) -> ir.Value:
+        """Return [G,N,merge**2*width] of [G,patches,width], both in raster order."""
+        y = op.Reshape(y, [0, side // merge, merge, side // merge, merge * width])
+        return op.Reshape(op.Transpose(y, perm=[0, 1, 3, 2, 4]), [0, facts.tokens, merge**2 * width])
+
+    graph.output("tokens", joined(rows, d), ["G", facts.tokens, merge**2 * d])
+    graph.output("norms", op.ReduceMax(joined(norms, 1), [-1], keepdims=0), ["G", facts.tokens], _FLOAT)
+    graph.output("salience", op.ReduceMean(joined(salience, 1), [-1], keepdims=0), ["G", facts.tokens], _FLOAT)
+
+
+def _intern_block(
+    graph: WeightedGraph, vit: _InternViT, name: str, x: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the output [G,T,D] of a block on `x`, and the queries and keys [G,H,T,h] of its attention."""
+    op, facts, d, own = graph.op, vit.facts, vit.facts.hidden_size, f"{name}.attention"
+
+    def heads(which: str) -> ir.Value:
+        projected = graph.linear(y, f"{own}.{which}_proj", d, d, bias=vit.qkv_bias)
+        if vit.row_norms and which != "v":
+            weight = graph.parameter(f"{own}.{which}_norm.weight", [d])
+            projected = graph.dialect.rms_norm(op, projected, weight, _ROW_EPSILON)
+        split = op.Reshape(projected, [0, 0, facts.num_heads, d // facts.num_heads])
+        return op.Transpose(split, perm=[0, 2, 1, 3])
+
+    def scaled(part: ir.Value, which: int) -> ir.Value:
+        return op.Mul(part, graph.parameter(f"{name}.lambda_{which}", [d]))
+
+    y = vit.norm(graph, x, f"{name}.layernorm_before")
+    query, key, value = map(heads, "qkv")
+    mixed = graph.dialect.attention(op, query, key, value)
+    mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d])
+    x = op.Add(x, scaled(graph.linear(mixed, f"{own}.projection_layer", d, d, bias=True), 1))
+    layers, widths = [f"{name}.mlp.fc1", f"{name}.mlp.fc2"], [d, facts.intermediate_size, d]
+    y = two_layers(graph, vit.norm(graph, x, f"{name}.layernorm_after"), layers, widths, facts.activation)
+    return op.Add(x, scaled(y, 2)), query, key

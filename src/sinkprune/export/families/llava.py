@@ -27,7 +27,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, other_towers, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, build_vision, other_towers, two_layers
 
 _SIGLIP = "siglip_vision_model"
 FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
@@ -114,6 +114,8 @@ class Llava(LlamaShaped):
             self.vision = ViTTower(**facts)
         self.visual_width = self.vision.hidden_size
         if isinstance(self.vision, SiglipTower):
+            from sinkprune.export.models.siglip import build_siglip
+
             # transformers' features are the rows before the tower's last norm layer.
             self._tower: Callable[..., None] = partial(build_siglip, tower=self.vision, normed=False)
         else:

@@ -29,7 +29,8 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import build_siglip, other_towers
+from sinkprune.export.models.siglip import build_siglip
+from sinkprune.export.models.vit import other_towers
 
 
 class _VisionFields(SquareTowerFields, total=False):

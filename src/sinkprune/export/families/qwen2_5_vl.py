@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypedDict
 from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.flops import qwen_tower_flops
 from sinkprune.contract.manifest import FrameRate, Frames, LeastPixels, Number, Pixels
-from sinkprune.contract.schedule import qwen_tower_flops
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph

@@ -14,7 +14,8 @@ from math import isqrt
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts, prune_layers
-from sinkprune.contract.schedule import PictureSchedule, prefill_flops
+from sinkprune.contract.flops import prefill_flops
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.pruning.equal_mean import kept_before, shares_of, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from sinkprune.export.pruning.sanitizer import in_every_group, new_sanitizer, output_rows

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Share, scaled_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import best_token
+from sinkprune.export.methods.in_llm import text_like_the_image
 from sinkprune.export.pruning.equal_mean import half_and_eighth
 from sinkprune.export.pruning.functions import ROUNDS, SAME, gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
@@ -26,7 +27,6 @@ from sinkprune.export.pruning.select import (
     build_selects,
     count_of_one_image,
     quotas_of_images,
-    text_like_the_image,
 )
 
 DIVERSITY, COVERAGE = 0.5, 0.5

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import shares_of, tokens_into_llm
-from sinkprune.export.pruning.functions import gathered, top_rho
+from sinkprune.export.pruning.functions import cosines, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import (
     PlanFacts,
     PlanGraphs,
@@ -32,8 +32,8 @@ from sinkprune.export.pruning.sanitizer import (
     mask_of,
     new_sanitizer,
     output_rows,
+    places,
     smallest,
-    sums_of_similar,
 )
 
 _FLOAT = ir.DataType.FLOAT
@@ -104,3 +104,21 @@ def _merged(
     merged = op.Add(gathered(op, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
     merged, targets = (op.Slice(x, [0], as_vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets
+
+
+def sums_of_similar(
+    graph: Graph, features: TowerValues, targets: ir.Value, free: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Return for each token of `targets` [G,C] the sum of the rows that join it, and their number.
+
+    Each token of the mask `free` [G,N] joins the target that it is most similar to, by the cosine of `tokens`. Sums
+    [G,C,D'] and numbers [G,C,1] are fp32.
+    """
+    op = graph.op
+    number = places(graph, targets)
+    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
+    joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))
+    member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=_FLOAT)
+    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), op.Cast(features.rows, to=_FLOAT))
+    return sums, op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])

@@ -19,6 +19,8 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts, scaled_layers
 from sinkprune.export.graph import Graph
+from sinkprune.export.methods.in_llm import last_row
+from sinkprune.export.methods.visionzip import sums_of_similar
 from sinkprune.export.pruning.equal_mean import shares_of, third_after
 from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import (
@@ -38,9 +40,8 @@ from sinkprune.export.pruning.sanitizer import (
     output_rows,
     places,
     smallest,
-    sums_of_similar,
 )
-from sinkprune.export.pruning.select import build_selects, last_row
+from sinkprune.export.pruning.select import build_selects
 
 WINDOWS = 16
 """The windows of a picture: 6x6 of LLaVA-1.5's 24x24 tokens each. Fewer, if fewer tokens are local."""

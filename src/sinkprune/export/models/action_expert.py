@@ -20,7 +20,8 @@ import onnx_ir as ir
 
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
-from sinkprune.export.dialects import HIDDEN, LayerCache, attention_beside
+from sinkprune.export.dialects import HIDDEN, LayerCache
+from sinkprune.export.dialects.opset20 import attention_beside
 from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.llama import Llama, Norm, build_layer, rms_norm, ungated_norm
 

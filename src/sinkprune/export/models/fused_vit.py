@@ -10,7 +10,6 @@ import onnx_ir as ir
 
 from sinkprune.contract.manifest import FusedTower, SquareTower
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models.merging import Merging
 from sinkprune.export.models.vit import cls_salience, layer_norm, patch_rows, two_layers
 
 _FLOAT = ir.DataType.FLOAT
@@ -30,7 +29,7 @@ def build_fused(graph: WeightedGraph, tower: FusedTower) -> None:
     graph.output("tokens", tokens, ["G", tower.tokens, dino.hidden_size + tower.hidden_size])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("norms", norms, ["G", tower.tokens], _FLOAT)
-    salience = cls_salience(graph, dino, query, key, Merging(graph, tower.tokens, special=patches), patches)
+    salience = cls_salience(graph, dino, query, key, [patches, patches + tower.tokens])
     graph.output("salience", salience, ["G", tower.tokens], _FLOAT)
 
 

@@ -17,7 +17,10 @@ _INT64 = ir.DataType.INT64
 
 
 class Merging:
-    """The tokens of a tower, in raster order after `special` rows that are never merged. Ties go to lower indices."""
+    """The tokens of a tower of which blocks merge some, in raster order after `special` rows that are never merged.
+
+    Ties go to lower indices. Salience is that of a block after the last merging.
+    """
 
     def __init__(self, graph: WeightedGraph, tokens: int, special: int) -> None:
         self._graph, self._all, self._special = graph, tokens, special
@@ -93,16 +96,16 @@ class Merging:
 
     def counted(self, scores: ir.Value) -> ir.Value:
         """Return the fp32 scores [G,H,Q,R] of attention in which a key counts once for each of its places."""
-        return scores if self.sizes is None else self._graph.op.Add(scores, self._log_sizes())
+        return self._graph.op.Add(scores, self._log_sizes())
 
     def of_every_place(self, weights: ir.Value) -> ir.Value:
         """Return the weights [G,H,R,R] with each row times the places that it stands for."""
         op = self._graph.op
-        return weights if self.sizes is None else op.Mul(weights, op.Unsqueeze(self.sizes, [1, 3]))
+        return op.Mul(weights, op.Unsqueeze(self.sizes, [1, 3]))
 
     def of_a_place(self, received: ir.Value | None) -> ir.Value | None:
         """Return what each row received, [G,R], as the mean of its places."""
-        return received if self.sizes is None else self._graph.op.Div(received, self.sizes)
+        return self._graph.op.Div(received, self.sizes)
 
     def output(self) -> None:
         """Output `merged` [G,N] int64: the place of the token that stands for each place of the grid."""

@@ -12,12 +12,10 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.functions import (
-    cosines,
     diversity_rounds,
     diversity_select,
     gathered,
     preferring_select,
-    unit_rows,
 )
 from sinkprune.export.pruning.plan import PlanFacts, TokenCount, as_vector, rows_kept
 
@@ -126,24 +124,6 @@ def places(graph: Graph, values: ir.Value) -> ir.Value:
     """Return [N] int64: the numbers of the tokens of `values` [G,N]."""
     op = graph.op
     return op.Range(0, op.Squeeze(op.Shape(values, start=1, end=2)), 1)
-
-
-def sums_of_similar(
-    graph: Graph, features: TowerValues, targets: ir.Value, free: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """Return for each token of `targets` [G,C] the sum of the rows that join it, and their number.
-
-    Each token of the mask `free` [G,N] joins the target that it is most similar to, by the cosine of `tokens`. Sums
-    [G,C,D'] and numbers [G,C,1] are fp32.
-    """
-    op = graph.op
-    number = places(graph, targets)
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
-    nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
-    joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))
-    member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=_FLOAT)
-    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), op.Cast(features.rows, to=_FLOAT))
-    return sums, op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])
 
 
 def _joined(graph: Graph, facts: PlanFacts, features: TowerValues) -> TowerValues:

@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import MAX_TOP_K, Budget, Share
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, of_all_groups, share_of
 
 _FLOAT = ir.DataType.FLOAT
@@ -153,29 +152,6 @@ def every_text_row(graph: Graph, stage: Stage) -> QueryRows:
     # If L = 0, the last row queries instead.
     rows = op.Concat(stage.text, stage.predicting, axis=0)
     return QueryRows(op.Slice(rows, [0], op.Max(op.Shape(stage.text), [1]), [0]))
-
-
-def last_row(graph: Graph, stage: Stage) -> QueryRows:
-    """Return the row alone whose output becomes the first token: the last, if no rows of actions are after it."""
-    return QueryRows(stage.predicting)
-
-
-def text_like_the_image(graph: Graph, stage: Stage) -> QueryRows:
-    """Return the text rows whose mean cosine with the visual rows exceeds its mean over text rows; all, if none does.
-
-    These are SparseVLM's "raters". Rows are hidden states after the layer; text rows are those of `every_text_row`.
-    """
-    op = graph.op
-    rows = every_text_row(graph, stage).rows
-
-    def units(index: ir.Value) -> ir.Value:
-        return unit_rows(op, op.Cast(op.Gather(stage.hidden, index, axis=1), to=_FLOAT))
-
-    image = op.ReduceMean(units(stage.visual), [1], keepdims=1)
-    similarity = op.ReduceSum(op.Mul(units(rows), image), [0, 2], keepdims=0)
-    above = op.Cast(op.Greater(similarity, op.ReduceMean(similarity, [0], keepdims=1)), to=_FLOAT)
-    nobody = op.Sub(1.0, op.ReduceMax(above, [0], keepdims=1))
-    return QueryRows(rows, op.Add(above, nobody))
 
 
 def build_selects(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import format_value, guessed, install_command, needs_package
 from sinkprune.contract.errors import BagError, ImageError
-from sinkprune.contract.files.output_files import by_number
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
 from sinkprune.jetson.bags.bag_file import (
     NAME_BYTES,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sinkprune.contract.bundle import Range
 from sinkprune.contract.checks import WholeNumber, format_value, unknown_name
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -18,9 +16,11 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.device.stopwatch import Clock
 from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Range
     from sinkprune.contract.report import CaptureReport
     from sinkprune.runtime.backends.compatibility import BuiltEngines
     from sinkprune.runtime.backends.small_graphs import GraphWriter
@@ -88,7 +88,7 @@ class Decoder(Protocol):
         """
 
 
-class Backend(Protocol):
+class Backend(Clock, Protocol):
     """An engine library on a device: loads graphs, holds tensors, and measures times."""
 
     name: str
@@ -189,14 +189,6 @@ class Backend(Protocol):
         """Return the parts [1,...] of `tensor` [G,...]."""
         array = self.numpy(tensor)
         return [self.tensor(array[group : group + 1]) for group in range(len(array))]
-
-    mark: Callable[[], Any] = time.perf_counter
-    """Returns the moment at which all work enqueued so far is done. The default is for libraries whose calls return
-    when they are done: the time of the host, in seconds."""
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Return the milliseconds between two results of `mark`; waits for the second."""
-        return float(end - start) * 1e3
 
 
 def load_backend(

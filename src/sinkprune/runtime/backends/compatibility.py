@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sinkprune.contract.bundle import (
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import (
     CHECKED,
     LIMIT_OPTIONS,
     MOST_TOKENS,
-    Bundle,
     Engines,
     EngineSpec,
     Limits,

@@ -16,7 +16,7 @@ from sinkprune.runtime.backends.kv_cache import CacheMemory, row_runs
 from sinkprune.runtime.backends.small_graphs import AT_TOKENS, BEST, NOT_FINITE
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
-from sinkprune.runtime.media.frame import DevicePixels, read_pixels
+from sinkprune.runtime.device.dlpack import DevicePixels, read_pixels
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from sinkprune.contract.bundle import Engines, Target
 from sinkprune.contract.memory import OPENVINO, ORT_CPU, BackendMemory, in_both
 from sinkprune.contract.registry import Registry
+
+if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Engines, Target
 
 Compute = Literal["fastest", "bf16", "fp32"]
 """The type of computation, where a backend has the choice. Selection is always in fp32.

@@ -6,15 +6,18 @@ in steps. Unused rows are masked, and zero: a value that is not finite would spo
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.contract.bundle import OptimisationProfiles
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, GraphSpec
 from sinkprune.contract.precision import Array
@@ -66,20 +69,6 @@ def cache_names(spec: GraphSpec) -> dict[str, str]:
     return {name: own for name, own in names.items() if own in past}
 
 
-def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
-    """Return the only room that an engine of the decoder segment `spec` takes, or None where it takes a range.
-
-    TensorRT updates caches in place only where their size is fixed.
-    """
-    rooms = {
-        shape[2]
-        for ranges in profiles.values()
-        for name in cache_names(spec).values()
-        for shape in (ranges[name].min, ranges[name].max)
-    }
-    return rooms.pop() if len(rooms) == 1 else None
-
-
 class CacheMemory(Protocol):
     """The memory of a backend for the buffers of caches [1,Hkv,C,h]."""
 
@@ -103,6 +92,74 @@ class CacheMemory(Protocol):
 
     def zero_rows(self, targets: Iterable[Tensor], first: int) -> None:
         """Set the rows of each target [1,Hkv,C,h] from `first` on to zero; there may be none."""
+
+
+# The size of a cache line and of the widest vector: unaligned reads take two accesses.
+_ALIGNMENT = 64
+
+
+class HostBuffers:
+    """A pool that lends the smallest free block that is large enough.
+
+    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
+    in use at once, and none is larger than a request needed.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
+        self._returned: deque[Array] = deque()
+        self._lock = Lock()
+
+    def lend(self, size: int) -> Array:
+        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
+        with self._lock:
+            block = self._block(size)
+        start = -block.ctypes.data % _ALIGNMENT
+        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
+        lent = np.frombuffer(block.data[start : start + size], np.uint8)
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        return lent
+
+    def _block(self, size: int) -> Array:
+        while self._returned:
+            insort(self._free, self._returned.popleft(), key=_size)
+        place = bisect_left(self._free, size, key=_size)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            self._free.pop()
+        return np.empty(size + _ALIGNMENT, np.uint8)
+
+
+def _size(block: Array) -> int:
+    return block.nbytes - _ALIGNMENT
+
+
+class CpuMemory(CacheMemory):
+    """Buffers in host memory as OrtValues, which later requests reuse."""
+
+    def __init__(self, onnxruntime: Any) -> None:
+        self._ort, self._blocks = onnxruntime, HostBuffers()
+
+    def tensor(self, array: Array) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(array)
+
+    def rows(self, tensor: Any) -> int:
+        return int(tensor.shape()[1])
+
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        # One block for all. The OrtValues keep it alive.
+        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
+        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
+
+    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], place: int, rows: int) -> None:
+        for source, target in pairs:
+            target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
+
+    def zero_rows(self, targets: Iterable[Any], first: int) -> None:
+        for target in targets:
+            target.numpy()[:, :, first:] = 0
 
 
 @dataclass

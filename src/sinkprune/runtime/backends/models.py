@@ -410,23 +410,12 @@ class Model:
         for role, found, expected in (("input", inputs, self.spec.inputs), ("output", outputs, self.spec.outputs)):
             by_name = {tensor.name: tensor for tensor in found}
             if by_name.keys() != {spec.name for spec in expected} or not all(
-                _fits(by_name[spec.name], spec) for spec in expected
+                by_name[spec.name].dtype == spec.dtype and spec.takes(by_name[spec.name].shape) for spec in expected
             ):
                 raise BackendError(
                     f"{self._described} has the {role}s {_listed(found)}, the bundle says {_listed(expected)}. "
                     "Export or copy the bundle again."
                 )
-
-
-def _fits(found: TensorSpec, expected: TensorSpec) -> bool:
-    return (
-        found.dtype == expected.dtype
-        and len(found.shape) == len(expected.shape)
-        and all(
-            size == wanted or isinstance(size, str) or isinstance(wanted, str)
-            for size, wanted in zip(found.shape, expected.shape, strict=True)
-        )
-    )
 
 
 def _listed(tensors: Iterable[TensorSpec]) -> str:

@@ -63,13 +63,13 @@ from sinkprune.runtime.commands.reports import (
 )
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.profiling.other_load import LOADED
 from sinkprune.runtime.profiling.plot import PART_NAMES, plot_rate, plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, NewSession, ProfileRounds, Rounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.answer import OF_TTFT
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
-from sinkprune.runtime.system import LOADED
 
 R = TypeVar("R", ProfileReport, RateReport)
 _EXAMPLES = """\

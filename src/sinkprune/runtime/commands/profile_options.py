@@ -11,13 +11,13 @@ from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import ImageError, PowerError, UsageError
-from sinkprune.contract.files.output_files import by_number
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.memory import compared_sizes
 from sinkprune.contract.report import FEWEST_OF_P95, IDLE_SECONDS, BudgetEnergy, PowerReport, RateReport
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
 from sinkprune.runtime.power.sensors import AUTO, SENSORS, Sensor, open_sensor
 from sinkprune.runtime.profiling.rate import DURATION, RATE, FrameClock, frame_clock

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 from sinkprune.contract.checks import format_value, to_json
 from sinkprune.contract.command_line.options import CommandParser, write_each, write_output, write_result
-from sinkprune.contract.command_line.progress import progress_bar
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.runtime.commands.options import Options, beside_earlier
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
@@ -119,3 +120,20 @@ def write_measured(
 def interrupted_warnings(counts: str) -> tuple[str, ...]:
     """Return the warning of a report on a part of a measurement, and none where `counts`, what it counts, is ""."""
     return (f"Interrupted: {counts}",) if counts else ()
+
+
+@contextmanager
+def progress_bar(text: str, total: float, unit: str) -> Iterator[Callable[..., None]]:
+    """Show `text` and steps, each a `unit`, as `status` does.
+
+    Yields a function that counts steps, by default one; its first argument, if any, names the work from then on.
+    """
+    done = 0.0
+    with status(text) as report:
+
+        def count(name: str = text, steps: float = 1) -> None:
+            nonlocal done
+            done += steps
+            report(name, done, total, unit)
+
+        yield count

@@ -46,10 +46,9 @@ from sinkprune.runtime.commands.options import (
 )
 from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import PICTURE_SUFFIXES
+from sinkprune.runtime.media.frame import Picture
+from sinkprune.runtime.media.images import PICTURE_SUFFIXES, FileFacts
 from sinkprune.runtime.media.picture_warnings import (
-    FileFacts,
     PictureFacts,
     divided,
     first_of,

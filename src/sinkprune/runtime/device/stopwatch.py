@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 class Clock(Protocol):
-    """The clock of a stopwatch. Every `Backend` is one."""
+    """The clock of a stopwatch. Every `Backend` is one. The default is for libraries whose calls return when they are
+    done: the time of the host."""
 
-    mark: Callable[[], Any]
-    """Returns a mark after all work enqueued before."""
+    mark: Callable[[], Any] = time.perf_counter
+    """Returns the moment at which all work enqueued so far is done."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Return the milliseconds between two marks, after waiting for `end`."""
+        """Return the milliseconds between two results of `mark`; waits for the second."""
+        return float(end - start) * 1e3
 
 
 class Stopwatch:
@@ -27,14 +33,22 @@ class Stopwatch:
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
-        with self._during(name):
+    def measure(self, *names: str) -> Iterator[None]:
+        """Add the time of the block to each of `names`, of which each is a part of the one before it."""
+        with ExitStack() as parts:
+            for name in names:
+                parts.enter_context(self._during(name))
             start = self._clock.mark()
             try:
                 yield
             finally:
-                self._spans.append((name, start, self._clock.mark()))
+                end = self._clock.mark()
+                self._spans += [(name, start, end) for name in names]
+
+    def timed(self, name: str, call: Callable[[Given], Result], given: Given) -> Result:
+        """Return `call(given)`, whose time is added to `name`."""
+        with self.measure(name):
+            return call(given)
 
     def ms(self) -> dict[str, float]:
         """Return milliseconds by name, after waiting for the measured work."""

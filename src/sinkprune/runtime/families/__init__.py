@@ -19,8 +19,8 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.picture_warnings import FileFacts
+from sinkprune.runtime.media.frame import Picture, SampledFrames, Video
+from sinkprune.runtime.media.images import FileFacts
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FrameInputs, FramePlan
@@ -200,8 +200,8 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
     vision = manifest.graphs["vision"]
     taken = {spec.name: list(spec.shape) for spec in vision.inputs}
     gives = next(spec.shape[1] for spec in vision.outputs if spec.name == "norms")
-    matches = given.keys() == taken.keys() and all(_fits(given[name], taken[name]) for name in taken)
-    if not matches or len(counts) > 1 or not _fits([*counts], [gives]):
+    matches = given.keys() == taken.keys() and all(spec.takes(given[spec.name]) for spec in vision.inputs)
+    if not matches or len(counts) > 1 or (not isinstance(gives, str) and counts != {gives}):
         raise BundleError(
             f"the bundle's `vision` and `processor` do not fit its vision graph: they give {given} and "
             f"{sorted(counts)} visual tokens, the graph takes {taken} and gives {gives}. Export it again."
@@ -214,10 +214,3 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
         )
     _last = manifest, fit, fitted
     return fitted
-
-
-def _fits(shape: list[int], declared: list[Any]) -> bool:
-    """Return whether a tensor of `shape` fits the shape `declared`, where a name allows any size."""
-    return len(shape) == len(declared) and all(
-        isinstance(wanted, str) or size == wanted for size, wanted in zip(shape, declared, strict=True)
-    )

@@ -6,27 +6,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError, VideoError
-from sinkprune.contract.manifest import GridSettings, InternVLTower, Manifest
+from sinkprune.contract.manifest import Frames, InternVLTower, Manifest, PixelSettings, Tiles
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, check_settings, pixel_values
 from sinkprune.runtime.families.qwen_processor import TorchvisionResize, sample_frames
-from sinkprune.runtime.media.clip import ClipSize, Picture, SampledFrames, Video
-from sinkprune.runtime.media.frame import as_image
+from sinkprune.runtime.media.frame import ClipSize, Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan
 
 _Area = tuple[float, float, float, float]
 _START, _END = "<img>", "</img>"
+
+
+class ClipSettings(PixelSettings):
+    """Conversion of a clip's frames to squares."""
+
+    max_frames: Frames
+
+
+class _Clip(TypedDict, total=False):
+    video: ClipSettings | None
+
+
+class GridSettings(PixelSettings, _Clip):
+    """Conversion of an image to a grid of squares, and with `video` of a clip's frames to one square each."""
+
+    min_patches: Tiles
+    max_patches: Tiles
 
 
 class TilesProcessor:

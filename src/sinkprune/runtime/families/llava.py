@@ -20,8 +20,7 @@ from sinkprune.contract.manifest import Manifest, SquareSettings, SquareTower, V
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, merges_of, vit_flops
 from sinkprune.runtime.families import Family, Fit
-from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.frame import Frame, as_image
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan

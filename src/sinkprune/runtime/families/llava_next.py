@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import Manifest, TileSettings
+from sinkprune.contract.manifest import Manifest, Pinpoints, SquareSettings
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families import Fit
@@ -20,6 +20,12 @@ from sinkprune.runtime.families.llava import Llava, PixelSize, SquareProcessor
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan
+
+
+class TileSettings(SquareSettings):
+    """Conversion of an image to several squares."""
+
+    image_grid_pinpoints: Pinpoints
 
 
 class Canvas(NamedTuple):

@@ -6,11 +6,19 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks import from_json
-from sinkprune.contract.manifest import FusedSettings, FusedTower, Manifest
+from sinkprune.contract.manifest import Colours, FusedTower, Manifest, PixelSettings, Scales, Side
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, vit_flops
 from sinkprune.runtime.families import Fit
 from sinkprune.runtime.families.llava import PixelSize, SquarePictures, check_settings, pixel_values
+
+
+class FusedSettings(PixelSettings):
+    """Conversion of a stretched image to the inputs of two towers. `image_mean` and `image_std` are the first's."""
+
+    size: dict[str, Side]
+    second_mean: Colours
+    second_std: Scales
 
 
 class OpenVla(SquarePictures):

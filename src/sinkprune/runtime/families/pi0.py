@@ -17,10 +17,10 @@ from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import (
     LeRobotResize,
-    LeRobotSettings,
     Manifest,
-    PaddedSettings,
+    PixelSettings,
     PolicyFacts,
+    Side,
     SiglipTower,
 )
 from sinkprune.contract.precision import Array
@@ -30,6 +30,20 @@ from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_va
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan
+
+
+class PaddedSettings(PixelSettings):
+    """Conversion of an image to a part of a square."""
+
+    size: dict[str, Side]
+    pad_size: dict[str, Side]
+
+
+class LeRobotSettings(PixelSettings):
+    """Conversion of an image to a part of a square by LeRobot."""
+
+    image_processor_type: LeRobotResize
+    pad_size: dict[str, Side]
 
 
 class PaddedSquare(ABC):

@@ -10,9 +10,10 @@ import numpy as np
 
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, ImageError, VideoError
+from sinkprune.contract.flops import qwen_tower_flops
 from sinkprune.contract.manifest import Manifest, Qwen3Tower, QwenTower
 from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.contract.schedule import VisualLayout, grid_boxes, qwen_tower_flops
+from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families import Family, Fit, Rotary
 from sinkprune.runtime.families.llava import PixelSize, check_settings, pixel_table
 from sinkprune.runtime.families.qwen_processor import (
@@ -26,8 +27,7 @@ from sinkprune.runtime.families.qwen_processor import (
     sample_frames,
     window_index,
 )
-from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.frame import as_image
+from sinkprune.runtime.media.frame import Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from PIL import Image
@@ -16,10 +16,11 @@ from sinkprune.contract.budgets import UNPRUNED, Share
 from sinkprune.contract.checks import counted as in_words
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError, PruningError, VideoError
-from sinkprune.contract.manifest import PatchSettings
+from sinkprune.contract.manifest import FrameRate, Frames, LeastPixels, Pixels, PixelSettings, Side
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import PixelSize, pixel_values
-from sinkprune.runtime.media.clip import ClipSize, SampledFrames, Video, check_rate
+from sinkprune.runtime.media.clip import check_rate
+from sinkprune.runtime.media.frame import ClipSize, SampledFrames, Video
 
 WHOLE = Share(1, 1)
 # The model's own limit (smart_resize).
@@ -28,6 +29,31 @@ _MOST_PRECISION = 22
 # Rows at a time, so that a step's data stays in the cache
 _ROWS = 32
 _TRANSPOSE = Image.Transpose.TRANSPOSE
+
+
+class VideoSettings(TypedDict):
+    """The choice of a clip's frames, and their size."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    most_tokens: Pixels
+    fps: FrameRate
+    min_frames: Frames
+    max_frames: Frames
+
+
+class _Video(TypedDict, total=False):
+    video: VideoSettings | None
+
+
+class PatchSettings(PixelSettings, _Video):
+    """Conversion of an image of any size, and with `video` of a clip, to patches."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    patch_size: Side
+    temporal_patch_size: Side
+    merge_size: Side
 
 
 class Grid(NamedTuple):

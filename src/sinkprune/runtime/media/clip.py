@@ -1,21 +1,17 @@
-"""Clips: frames in a list or a video file."""
+"""Clips: frames in a list, and checks of all clips."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
 
 from PIL import Image
 
 from sinkprune.contract.checks import RealNumber, creation_checks_options, format_value, type_name
 from sinkprune.contract.errors import ImageError, UsageError, VideoError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.frame import Frame
 from sinkprune.runtime.media.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27
@@ -23,48 +19,6 @@ MOST_SHOWN_PIXELS = 1 << 27
 
 _RATE = RealNumber("rate", 1e-6, 1e6)
 """Frames a second: from one in eleven days to those of the fastest cameras."""
-
-
-class ClipSize(NamedTuple):
-    """The facts about a clip that determine its tokens and their positions."""
-
-    width: int
-    height: int
-    frames: int
-    """The number of frames that the model sees."""
-    fps: float
-    """How many of these frames show one second."""
-
-
-@runtime_checkable
-class Video(Protocol):
-    """A source of frames: a `Clip` in memory, or a `VideoFile`."""
-
-    @property
-    def count(self) -> int:
-        """The number of frames."""
-
-    @property
-    def fps(self) -> float:
-        """The number of frames a second, on average."""
-
-    @property
-    def times(self) -> Sequence[float] | None:
-        """The seconds of each frame after the first; None for frames of a constant rate."""
-
-    def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
-
-
-class UnopenedVideo(ABC):
-    """A video that is opened when its frames are needed, such as the bytes of a file."""
-
-    name: str
-    """Where it is from. Messages of errors begin with it."""
-
-    @abstractmethod
-    def opened(self) -> AbstractContextManager[Video]:
-        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
 
 
 @creation_checks_options
@@ -110,26 +64,6 @@ class Clip:
                     "or a uint8 [height,width,3] array. Open it with Image.open, or give a VideoFile."
                 )
         return collected(to_rgb(self.frames[index]) for index in indices)
-
-
-@dataclass(frozen=True)
-class SampledFrames:
-    """The frames of a clip that a model sees, of one size."""
-
-    frames: list[Image.Image]
-    size: ClipSize
-    seconds: tuple[float, ...] = ()
-    """The time of each of them after the video's first frame."""
-    at_rate: int = 1
-    """How many frames the model's rate takes of the video, without the bundle's limit."""
-    indices: tuple[int, ...] = ()
-    """The number of each of them in the video."""
-    constant_rate: bool = True
-    """Whether the video has a constant rate."""
-
-
-Picture = Image.Image | Frame | SampledFrames
-"""The visual input of a model: an RGB image, a frame as its owner holds it, or the frames of a clip."""
 
 
 def check_rate(kind: str, fps: object) -> float:

@@ -1,23 +1,19 @@
-"""Frames as their owner holds them: arrays, and tensors of other libraries in host memory or on a GPU.
-
-Sources: DLPack's dlpack.h, Python's specification of DLPack, and Numba's CUDA Array Interface, version 3.
-"""
+"""What models see: images, frames as their owner holds them (arrays, and tensors of other libraries in host memory or
+on a GPU), and the frames of clips."""
 
 from __future__ import annotations
 
-import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-
-_ON_HOST = (1, 3)
-"""DLPack's numbers of host memory and of pinned host memory."""
-_CUDA = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +48,66 @@ class Frame:
         return (self.pixels[..., ::-1] if self.bgr else self.pixels).tobytes()
 
 
-class DevicePixels(NamedTuple):
-    """Pixels uint8 [1,height,width,3] in device memory, which `owner` keeps."""
+class ClipSize(NamedTuple):
+    """The facts about a clip that determine its tokens and their positions."""
 
-    address: int
-    shape: tuple[int, ...]
-    owner: Any
+    width: int
+    height: int
+    frames: int
+    """The number of frames that the model sees."""
+    fps: float
+    """How many of these frames show one second."""
+
+
+@runtime_checkable
+class Video(Protocol):
+    """A source of frames: a `Clip` in memory, or a `VideoFile`."""
+
+    @property
+    def count(self) -> int:
+        """The number of frames."""
+
+    @property
+    def fps(self) -> float:
+        """The number of frames a second, on average."""
+
+    @property
+    def times(self) -> Sequence[float] | None:
+        """The seconds of each frame after the first; None for frames of a constant rate."""
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
+
+
+class UnopenedVideo(ABC):
+    """A video that is opened when its frames are needed, such as the bytes of a file."""
+
+    name: str
+    """Where it is from. Messages of errors begin with it."""
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[Video]:
+        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
+
+
+@dataclass(frozen=True)
+class SampledFrames:
+    """The frames of a clip that a model sees, of one size."""
+
+    frames: list[Image.Image]
+    size: ClipSize
+    seconds: tuple[float, ...] = ()
+    """The time of each of them after the video's first frame."""
+    at_rate: int = 1
+    """How many frames the model's rate takes of the video, without the bundle's limit."""
+    indices: tuple[int, ...] = ()
+    """The number of each of them in the video."""
+    constant_rate: bool = True
+    """Whether the video has a constant rate."""
+
+
+Picture = Image.Image | Frame | SampledFrames
+"""The visual input of a model: an RGB image, a frame as its owner holds it, or the frames of a clip."""
 
 
 def as_image(picture: Image.Image | Frame) -> Image.Image:
@@ -79,92 +129,7 @@ def shape_of(pixels: Any) -> tuple[int, ...]:
     return tuple(map(int, pixels.__cuda_array_interface__["shape"] if shape is None else shape))
 
 
-def unreadable(error: Exception) -> ImageError:
-    """Return the error for a tensor whose library does not hand it over."""
-    return ImageError(
-        f"found a tensor that its library does not share ({error}). Give a plain uint8 tensor, for example by "
-        "frame.detach()."
-    )
-
-
 def is_tensor(source: object) -> bool:
     """Return whether `source` is a tensor of another library that numpy or a GPU can read."""
     readable = hasattr(source, "__dlpack__") or hasattr(source, "__cuda_array_interface__")
     return readable and not isinstance(source, (np.ndarray, np.generic))
-
-
-def frame_of(tensor: Any, *, bgr: bool) -> Array | Frame:
-    """Return a view of a tensor in host memory as an array, and a `Frame` for one on a GPU.
-
-    Raises `ImageError` for another device, and for a tensor on a GPU that is no uint8 [height,width,3].
-    """
-    kind, number = tensor.__dlpack_device__() if hasattr(tensor, "__dlpack_device__") else (_CUDA, 0)
-    if int(kind) in _ON_HOST:
-        try:
-            array = np.from_dlpack(tensor)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise unreadable(error) from error
-        return array[..., ::-1] if bgr and array.ndim == 3 else array
-    if int(kind) != _CUDA or number != 0:
-        raise ImageError(
-            f"found a frame on device {int(number)} of DLPack's kind {int(kind)}, expected host memory or the first "
-            "CUDA GPU. Copy it to the host."
-        )
-    shape = shape_of(tensor)
-    if len(shape) != 3 or shape[2] != 3 or 0 in shape:
-        raise ImageError(
-            f"found a tensor {list(shape)} as a frame, expected uint8 [height,width,3]. Turn [3,height,width] with "
-            "frame.permute(1, 2, 0).contiguous()."
-        )
-    return Frame(tensor, bgr)
-
-
-class _Tensor(ctypes.Structure):
-    """The start of DLManagedTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-_UINT8 = (1, 8, 1)
-"""DLPack's code of unsigned numbers, their bits, and one of them to an element."""
-
-
-def read_pixels(tensor: Any, stream: int) -> DevicePixels:
-    """Return the pixels of a tensor [height,width,3]; work on the CUDA `stream` runs after what computes them.
-
-    Raises `ImageError` for another type, and for pixels that do not lie one after the other.
-    """
-    if hasattr(tensor, "__dlpack__"):
-        try:
-            capsule = tensor.__dlpack__(stream=stream)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise unreadable(error) from error
-        get = ctypes.pythonapi.PyCapsule_GetPointer
-        get.restype, get.argtypes = ctypes.POINTER(_Tensor), (ctypes.py_object, ctypes.c_char_p)
-        found = get(capsule, b"dltensor").contents
-        shape = tuple(found.shape[: found.ndim])
-        strides = tuple(found.strides[: found.ndim]) if found.strides else None
-        is_bytes, address = (found.code, found.bits, found.lanes) == _UINT8, found.data + found.byte_offset
-        # The capsule frees the tensor when it is dropped.
-        owner: Any = capsule
-    else:
-        interface = tensor.__cuda_array_interface__
-        shape, strides, owner = tuple(interface["shape"]), interface.get("strides"), tensor
-        is_bytes, address = interface["typestr"][1:] == "u1", interface["data"][0]
-    if not is_bytes or strides not in (None, (3 * shape[1], 3, 1)):
-        raise ImageError(
-            f"found a tensor of shape {list(shape)} on the GPU {'with gaps' if is_bytes else 'of another type'}, "
-            "expected uint8, pixel after pixel. Give frame.contiguous(), of bytes."
-        )
-    return DevicePixels(address, (1, *shape), owner)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -274,6 +274,22 @@ def largest_of_16_bits(image: Image.Image) -> int | None:
     None for any other. Of those in colour only images that are nearly black now count.
     """
     return _largest_value(image) if _HAD_16_BITS in image.info else None
+
+
+class FileFacts(NamedTuple):
+    """What notes say of a picture's file."""
+
+    frames: int = 1
+    """The number of frames in it; the picture is the first."""
+    largest: int | None = None
+    """The picture's `largest_of_16_bits`."""
+
+
+def facts_of(picture: object) -> FileFacts:
+    """Return the facts of a decoded picture's file; those of clips are the defaults."""
+    if not isinstance(picture, Image.Image):
+        return FileFacts()
+    return FileFacts(frame_count(picture), largest_of_16_bits(picture))
 
 
 def _largest_value(image: Image.Image) -> int:

@@ -19,22 +19,12 @@ from sinkprune.contract.errors import (
     ScaledDownWarning,
 )
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import NEARLY_BLACK, frame_count, largest_of_16_bits, read_header, read_image
+from sinkprune.runtime.media.images import NEARLY_BLACK, FileFacts, facts_of, read_header, read_image
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
 _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
-
-
-class FileFacts(NamedTuple):
-    """What notes say of a picture's file."""
-
-    frames: int = 1
-    """The number of frames in it; the picture is the first."""
-    largest: int | None = None
-    """The picture's `largest_of_16_bits`."""
 
 
 class PictureFacts(NamedTuple):
@@ -43,13 +33,6 @@ class PictureFacts(NamedTuple):
     size: tuple[int, int]
     """[width,height], turned by its EXIF data."""
     of_file: FileFacts = FileFacts()
-
-
-def facts_of(picture: Picture) -> FileFacts:
-    """Return the facts of a decoded picture's file; those of clips are the defaults."""
-    if not isinstance(picture, Image.Image):
-        return FileFacts()
-    return FileFacts(frame_count(picture), largest_of_16_bits(picture))
 
 
 def picture_facts(image: Image.Image) -> PictureFacts:
@@ -139,10 +122,11 @@ def smaller_picture(layout: VisualLayout) -> str:
 
 def fewer_frames(layout: VisualLayout) -> str:
     """Return sentences about a clip of which the model sees clearly fewer frames than by its own rate; else ""."""
-    if layout.frames >= _CLEARLY_SMALLER * layout.frames_at_rate:
+    frames = len(layout.frame_indices)
+    if frames >= _CLEARLY_SMALLER * layout.frames_at_rate:
         return ""
     return (
-        f"the model sees {layout.frames} frames of the clip in place of {layout.frames_at_rate}, the bundle's limit. "
+        f"the model sees {frames} frames of the clip in place of {layout.frames_at_rate}, the bundle's limit. "
         "For short events export it with a larger --max-frames (docs/pictures.md)."
     )
 

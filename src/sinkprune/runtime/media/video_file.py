@@ -20,7 +20,8 @@ from PIL import Image
 
 from sinkprune.contract.checks import check_path, checks_options, install_command, needs_package
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.media.clip import UnopenedVideo, check_indices, collected
+from sinkprune.runtime.media.clip import check_indices, collected
+from sinkprune.runtime.media.frame import UnopenedVideo
 from sinkprune.runtime.media.images import open_media
 
 # Packets of these containers have the time of their frame, and headers list the keyframes.

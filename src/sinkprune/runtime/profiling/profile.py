@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import WholeNumber
+from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.report import (
     BudgetReport,
     Efficiency,
@@ -26,15 +27,15 @@ from sinkprune.contract.report import (
     by_method,
     profile_rows,
 )
-from sinkprune.contract.schedule import decode_bytes, prefill_flops, schedule
+from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter, Span
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
-from sinkprune.runtime.system import OtherLoad
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

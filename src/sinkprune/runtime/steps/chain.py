@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from math import prod
 from threading import Lock
@@ -180,7 +181,7 @@ class EncodedPicture:
     deepstack: Tensor | None = None
     """[G',n0,E] float on the device: what the decoder's first layers add to each row, for models with DeepStack."""
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows, G'*n0."""
         return prod(self.kept.shape)
@@ -221,12 +222,29 @@ class EncodedPicture:
         tokens = [np.unique(places, return_inverse=True)[1] for places in self.merged]
         return np.take_along_axis(values.array, np.stack(tokens), axis=1)
 
+    def on_host(self) -> tuple[Array, Array, Array, Array | None]:
+        """Return `kept_index`, `norms`, `salience` and `merged` as views that cannot be changed: a session gives the
+        same arrays to later answers."""
+        return (
+            _read_only(self.kept_index),
+            _read_only(self.norms),
+            _read_only(self.salience),
+            None if self.merged is None else _read_only(self.merged),
+        )
+
     @property
     def source_tokens(self) -> Array:
         """[G'*n0] int64: the token of each row, numbered through all groups."""
         groups = self.kept.shape[0]
         tokens = prod((self.scores.merged or self.scores.norms).shape) // groups
         return (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
+
+
+def _read_only(array: Array) -> Array:
+    """Return a view of the array that cannot be changed."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @dataclass(frozen=True)
@@ -295,17 +313,6 @@ def run_tower(
     return tower
 
 
-def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
-    """Return the `tower`'s output on G pictures of one group each, by picture."""
-    if tower.shape[0] == 1:
-        return [tower]
-    whole = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-    whole |= {"deepstack": tower.deepstack} if tower.deepstack is not None else {}
-    whole |= {"merged": tower.device_merged} if tower.device_merged is not None else {}
-    groups = zip(*map(backend.split, whole.values()), strict=True)
-    return [TowerOutput.of(backend, dict(zip(whole, own, strict=True)), tower.scores.damaged) for own in groups]
-
-
 def encode(
     chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch, question: Tensor | None = None
 ) -> EncodedPicture:
@@ -322,8 +329,7 @@ def encode(
         inputs["deepstack"] = tower.deepstack
     if question is not None:
         inputs |= {"question": question, "embeddings": _in_llm(chain, tower.tokens, clock)}
-    with clock.measure("sanitizer"):
-        kept = sanitizer(inputs)
+    kept = clock.timed("sanitizer", sanitizer, inputs)
     index = Later(chain.backend, kept["kept_index"])
     return _projected(chain, tower, kept["kept_tokens"], kept.get("kept_deepstack"), index, clock)
 
@@ -347,8 +353,7 @@ def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
     """Return the tower's `tokens` as the LLM receives them."""
     if chain.projector is None:
         return tokens
-    with clock.measure("projector"):
-        return chain.projector({"tokens": tokens})["embeddings"]
+    return clock.timed("projector", chain.projector, {"tokens": tokens})["embeddings"]
 
 
 def _not_finite(what: str) -> NumericsError:

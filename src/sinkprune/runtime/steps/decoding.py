@@ -79,6 +79,8 @@ class Prefill:
     """After each pruning layer: the rows that survived it, among its input rows."""
     scored: Mapping[int, Mapping[str, Tensor]]
     """By segment with a select: its `SCORED` outputs, of all rows that the select read."""
+    tokens_per_layer: list[int]
+    """Visual tokens that each decoder layer ran on."""
 
 
 def prefill(
@@ -135,7 +137,7 @@ def prefill(
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
     chain.note_prefill(plan, text, len(rows.visual))
-    return Prefill(given["hidden"], cache, schedule, keep_index, scored)
+    return Prefill(given["hidden"], cache, schedule, keep_index, scored, visual)
 
 
 class _Selects:
@@ -179,8 +181,7 @@ class _Selects:
 
 def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
     """Return the logits [1,vocab] of the first token, as a part of the prefill."""
-    with clock.measure("prefill"):
-        return chain.last({"hidden": prefilled.hidden})["logits"]
+    return clock.timed("prefill", chain.last, {"hidden": prefilled.hidden})["logits"]
 
 
 def other_rows(graph: str, found: int, expected: int) -> BundleError:
@@ -302,18 +303,9 @@ def kept_tokens(
         own_rows = rows.picture == number
         visual, source = rows.visual[own_rows], rows.source[own_rows]
         after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
-        # A session gives the same arrays to later answers.
-        index, norms, salience = map(_read_only, (own.kept_index, own.norms, own.salience))
-        merged = None if own.merged is None else _read_only(own.merged)
+        index, norms, salience, merged = own.on_host()
         kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))
     return tuple(kept)
-
-
-def _read_only(array: Array) -> Array:
-    """Return a view of the array that cannot be changed."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 @dataclass(frozen=True)
@@ -354,7 +346,7 @@ class PromptRun:
         return PromptReport(
             budget=result.schedule.budget,
             images=kept_tokens(chain.backend, self.layouts, self.encoded, self.rows, result),
-            tokens_per_layer=result.schedule.per_layer(chain.model.num_layers),
+            tokens_per_layer=result.tokens_per_layer,
             kv_bytes=kv_bytes(chain, result.cache.lengths),
             reused_rows=self.reused_rows,
             reused_pictures=self.reused_pictures,

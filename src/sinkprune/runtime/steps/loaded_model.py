@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
-from sinkprune.contract.bundle import Limits
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import Picture, SampledFrames
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames
 from sinkprune.runtime.media.images import check_array
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
@@ -25,9 +23,10 @@ from sinkprune.runtime.steps.pictures import PictureLike, pixels_of
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_tokens import Sampler
-from sinkprune.runtime.text.prompt import Prompt, PromptEncoder, text_parts
+from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
 
 if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Limits
     from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
 _LOADING_PLANS = "loading the budgets' graphs"
@@ -88,8 +87,8 @@ class LoadedModel(NamedTuple):
         """Raise `PromptError` for texts that cannot fit into the context; called before they are tokenized."""
         turns = [request.texts, *(turn.texts for turn in request.history), (request.system or "",)]
         calls = [json.dumps(dict(call.arguments)) for turn in request.history for call in turn.tool_calls]
-        texts = [part for texts in turns for text in texts for part in text_parts(text)]
-        self.prompts.check_length([*texts, *calls], self.manifest.language_model.max_positions)
+        texts = itertools.chain(*turns, calls)
+        self.prompts.check_length(texts, self.manifest.language_model.max_positions)
 
     def encode_prompt(self, request: Request, layouts: Sequence[VisualLayout]) -> Prompt:
         """Return the tokens of a request with pictures of these `layouts`; raises `PromptError`."""
@@ -102,7 +101,7 @@ class LoadedModel(NamedTuple):
         """Return the sampler of an answer to `prompt`, with the checkpoint's own penalty unless `request` has one."""
         tokens = self.manifest.tokens
         # In transformers' prompts, these tokens stand in the places of visual tokens.
-        visual = (tokens.image if tokens.video is None or not one.frame_indices else tokens.video for one in layouts)
+        visual = [tokens.image if tokens.video is None or not one.frame_indices else tokens.video for one in layouts]
         return request.new_sampler(itertools.chain(visual, *prompt.texts), self.manifest.repetition_penalty)
 
     def question_ids(self, request: Request, prompt: Prompt, plan: Plan | None) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +13,8 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.frame import Frame, frame_of, is_tensor
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, UnopenedVideo, Video, is_tensor
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
-
-if TYPE_CHECKING:
-    from sinkprune.runtime.frames import FrameInputs
 
 PictureLike = Picture | Array | str | os.PathLike[str] | Video | ImageBytes | UnopenedVideo
 """A Pillow image, a uint8 [height,width,3] array or a `Frame`, an image file or its bytes, frames in a list, a video
@@ -85,12 +80,15 @@ def ordered(given: Iterable[PictureLike], order: object) -> tuple[PictureLike, .
     Raises `UsageError` for another order. Warns (`UserWarning`) where it says nothing, as no picture is an array.
     """
     order, pictures = check_order(order), tuple(given)
-    frames = (frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source]))
-    if order == "bgr" and not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
-        warn_user(
-            "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
-            "own: leave it out."
-        )
+    if order == "bgr":
+        from sinkprune.runtime.media.clip import Clip
+
+        frames = [frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source])]
+        if not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
+            warn_user(
+                "order changed nothing, because no picture is an array. Files and Pillow images have an order of "
+                "their own: leave it out."
+            )
     return tuple(_with_order(source, order) for source in pictures)
 
 
@@ -104,20 +102,16 @@ def _with_order(source: PictureLike, order: str) -> PictureLike:
     if isinstance(source, np.ndarray) and source.ndim == 3:
         return in_rgb(source, order)
     if is_tensor(source):
+        from sinkprune.runtime.device.dlpack import frame_of
+
         return frame_of(source, bgr=order == "bgr")
-    if isinstance(source, Clip) and order != "rgb":
+    if order == "rgb":
+        return source
+    from sinkprune.runtime.media.clip import Clip
+
+    if isinstance(source, Clip):
         return Clip([_with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
     return source
-
-
-def joined_inputs(inputs: Sequence[dict[str, Array] | FrameInputs]) -> dict[str, Array] | FrameInputs:
-    """Return the vision tower's inputs for several pictures in one call, joined along the axis of groups."""
-    prepared = [one for one in inputs if isinstance(one, dict)]
-    if len(prepared) < len(inputs):
-        from sinkprune.runtime.frames import joined
-
-        return joined(inputs)
-    return {name: np.concatenate([one[name] for one in prepared]) for name in prepared[0]}
 
 
 @contextmanager

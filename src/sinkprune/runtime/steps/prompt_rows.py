@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain, zip_longest
 from math import prod
 from typing import Annotated, NamedTuple, TypedDict
@@ -153,7 +154,7 @@ class PromptRows:
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
 
-    @property
+    @cached_property
     def length(self) -> int:
         """S, the number of rows."""
         return self.positions.rows.shape[-1]

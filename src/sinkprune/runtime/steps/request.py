@@ -25,12 +25,11 @@ from sinkprune.contract.checks import (
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.frame import Frame
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
-from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, text_parts
+from sinkprune.runtime.text.prompt import Text, Turn, check_call_id
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import Tools
@@ -344,5 +343,5 @@ def check_texts(texts: Sequence[Any], pictures: int, *, may_be_empty: bool = Fal
             f"{'is' if pictures == 1 else 'are'} {counted(pictures, 'image')}. Give one image for each place, or "
             "none of the places: then the images stand before the text."
         )
-    if not may_be_empty and not any(part.strip() for text in texts for part in text_parts(text)):
+    if not may_be_empty and not any("".join(text).strip() for text in texts):
         raise PromptError(_EMPTY)

@@ -178,7 +178,7 @@ class Prompt:
     texts: list[list[int]]
     """Token ids before each image, and after the last; negative for a policy's rows that are no text."""
 
-    @property
+    @cached_property
     def text_tokens(self) -> int:
         """The number of text tokens, without images."""
         return sum(map(len, self.texts))
@@ -292,13 +292,13 @@ class PromptEncoder:
         *before, last = (ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True))
         return Prompt([*before, self._policy.completed(last) if self._policy else last])
 
-    def check_length(self, texts: Iterable[str], most: int) -> None:
+    def check_length(self, given: Iterable[Text], most: int) -> None:
         """Raise `PromptError` for texts of clearly more than `most` tokens.
 
         Texts with few characters pass at once. Others are counted piece by piece, because a tokenizer takes minutes
         and gigabytes for a text of 60 MB.
         """
-        texts = [*texts]
+        texts = [part for text in given for part in text_parts(text)]
         characters = sum(map(len, texts))
         if characters <= _FEW_CHARACTERS:
             return

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,7 +14,7 @@ from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, joined
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CpuMemory, cache_names, joined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.library import (
     DTYPES,
@@ -47,72 +42,6 @@ _TOO_NEW = (
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 """The folder of the weights of an ONNX file that is loaded from memory."""
-# The size of a cache line and of the widest vector: unaligned reads take two accesses.
-_ALIGNMENT = 64
-
-
-class HostBuffers:
-    """A pool that lends the smallest free block that is large enough.
-
-    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
-    in use at once, and none is larger than a request needed.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Array] = []
-        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
-        self._returned: deque[Array] = deque()
-        self._lock = Lock()
-
-    def lend(self, size: int) -> Array:
-        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
-        with self._lock:
-            block = self._block(size)
-        start = -block.ctypes.data % _ALIGNMENT
-        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
-        lent = np.frombuffer(block.data[start : start + size], np.uint8)
-        weakref.finalize(lent, self._returned.append, block).atexit = False
-        return lent
-
-    def _block(self, size: int) -> Array:
-        while self._returned:
-            insort(self._free, self._returned.popleft(), key=_size)
-        place = bisect_left(self._free, size, key=_size)
-        if place < len(self._free):
-            return self._free.pop(place)
-        if self._free:
-            self._free.pop()
-        return np.empty(size + _ALIGNMENT, np.uint8)
-
-
-def _size(block: Array) -> int:
-    return block.nbytes - _ALIGNMENT
-
-
-class CpuMemory(CacheMemory):
-    """Buffers in host memory, which later requests reuse."""
-
-    def __init__(self, onnxruntime: Any) -> None:
-        self._ort, self._blocks = onnxruntime, HostBuffers()
-
-    def tensor(self, array: Array) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(array)
-
-    def rows(self, tensor: Any) -> int:
-        return int(tensor.shape()[1])
-
-    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
-        # One block for all. The OrtValues keep it alive.
-        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
-        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
-
-    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], place: int, rows: int) -> None:
-        for source, target in pairs:
-            target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
-
-    def zero_rows(self, targets: Iterable[Any], first: int) -> None:
-        for target in targets:
-            target.numpy()[:, :, first:] = 0
 
 
 class OrtBackend(Backend):

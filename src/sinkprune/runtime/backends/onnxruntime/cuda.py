@@ -37,7 +37,7 @@ from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on
 from sinkprune.runtime.backends.small_graphs import WRITERS, GraphWriter
 from sinkprune.runtime.device.captures import Capture, Captures
 from sinkprune.runtime.device.cuda import Device, open_device
-from sinkprune.runtime.system import Turns
+from sinkprune.runtime.device.turns import Turns
 
 CUDA = ("CUDAExecutionProvider", {"use_tf32": "0"})
 """fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""

@@ -28,7 +28,7 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.openvino.devices import DEVICES, import_openvino, words
 from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, GraphReader, fill_blocks, paths
-from sinkprune.runtime.system import Turns
+from sinkprune.runtime.device.turns import Turns
 
 _NO_BEAM = np.zeros(1, np.int32)
 # The first run has at least so many patches, in whole visual tokens.

@@ -12,22 +12,22 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from sinkprune.contract.bundle import Range
 from sinkprune.contract.checks import install_command
+from sinkprune.contract.engines_manifest import OptimisationProfiles, Range
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
-from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.manifest import CacheForm, GraphSpec
 from sinkprune.contract.memory import compared_sizes, gigabytes
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.device_memory import DeviceMemory
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names, fixed_room
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.small_graphs import GraphWriter, graphs_of
 from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, Session, TensorRTEngine
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Device, open_device
-from sinkprune.runtime.system import Turns
+from sinkprune.runtime.device.turns import Turns
 
 _INSTALL = {
     "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
@@ -73,6 +73,20 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
             f"--target {KNOWN[name].target}, and add --engines ENGINES."
         )
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
+
+
+def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
+    """Return the only room that an engine of the decoder segment `spec` takes, or None where it takes a range.
+
+    TensorRT updates caches in place only where their size is fixed.
+    """
+    rooms = {
+        shape[2]
+        for ranges in profiles.values()
+        for name in cache_names(spec).values()
+        for shape in (ranges[name].min, ranges[name].max)
+    }
+    return rooms.pop() if len(rooms) == 1 else None
 
 
 class TensorRTBackend(DeviceMemory, Backend):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.bundle import EngineSpec, OptimisationProfile, Range
+from sinkprune.contract.engines_manifest import EngineSpec, OptimisationProfile, Range
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.device_memory import DeviceMemory, DeviceTensor, Shape, Shapes
 from sinkprune.runtime.device.captures import Capture, captured_on_stream
