@@ -22,6 +22,7 @@ from sinkprune.contract.manifest import LeRobotResize
 from sinkprune.contract.precision import Array
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from sinkprune.runtime.device.dlpack import read_pixels
 from sinkprune.runtime.families import FITS, Fit, load_family
 from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
@@ -29,7 +30,7 @@ from sinkprune.runtime.families.llava_next import LlavaNextProcessor
 from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
 from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs, joined
 from sinkprune.runtime.frames.graphs import bilinear_form, square_form
-from sinkprune.runtime.media.frame import Frame, read_pixels
+from sinkprune.runtime.media.frame import Frame
 from sinkprune.serving.sessions import Session
 from support.stand_ins.fake_ort_cuda import CudaRig
 from support.stand_ins.fake_tensorrt import build_fake_engines

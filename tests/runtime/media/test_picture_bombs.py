@@ -95,7 +95,7 @@ def test_a_header_of_too_many_parts_is_refused_at_once(bomb: Callable[[], bytes]
     began = time.thread_time()
     with pytest.raises(ImageError, match=r"^the image's header has too many parts\. Give one that is saved anew\.$"):
         ImageBytes(bomb(), "picture")
-    assert time.thread_time() - began < 1.5
+    assert time.thread_time() - began < 3
 
 
 def tiff(*entries: tuple[int, int, int, int], data: bytes = b"") -> bytes:
