@@ -160,3 +160,19 @@ def test_the_fastest_types_stay_near_the_stored_weights(
     rounded = True if backend != "openvino" else rounds_to_int8() or computes_in_bf16()
     # Rows are rounded to 8 bits in front of each matrix.
     assert_error(error(found, expected), rounded=rounded, least=1e-4, most=16 * 2**-8, exact=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill"])
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_openvla_does_the_same_on_every_backend(
+    name: str, backend: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    cameras = [photo, photo.rotate(90)] if name == "openvla-oft" else [photo]
+    root = bundle(name, budgets=BUDGETS[:1], max_images=len(cameras))
+    ours, theirs = Policy.load(root, backend=backend, compute="fp32"), Policy.load(root, backend="ort-cpu")
+    for budget in ("none", BUDGETS[0]):
+        found, expected = (
+            one.act(cameras, INSTRUCTION, one.facts.usual_state, budget=budget) for one in (ours, theirs)
+        )
+        assert found.tokens_per_layer == expected.tokens_per_layer
+        np.testing.assert_allclose(found.actions, expected.actions, atol=1e-4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from sinkprune.contract.budgets import OTHER_TOWERS, TOWER
 from sinkprune.contract.errors import BackendError, EnginesError
-from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.manifest import ACTION_HEAD, CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
@@ -201,6 +202,9 @@ class _OpenVinoDecoder(Decoder):
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
     # After a run of a tower on one token, OpenVINO 2026.4 computes other numbers of tokens wrongly.
     sizes = {"patches": -(-_PATCHES // model.patches_per_token) * model.patches_per_token, "N": 2}
+    if model.graph == ACTION_HEAD:
+        # It reads a row for each number of the chunk, and the rows end with two others.
+        sizes["S"] = prod(map(int, model.spec.outputs[0].shape)) + 2
     inputs: dict[str, Array] = {BEAM: _NO_BEAM}
     for tensor in model.spec.inputs:
         shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in tensor.shape]
