@@ -20,7 +20,7 @@ from support.references.same_answers import asked, assert_alike, assert_equal_at
 BACKEND = "ort-cpu+openvino-prefill"
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen3-vl", "internvl", "paligemma"])
 def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
