@@ -21,7 +21,9 @@ from support.references.same_answers import QUESTION, asked, assert_alike, asser
 BACKEND = "ort-cpu+openvino"
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "gqa-112 of opset20", "next", "qwen", "qwen3-vl", "internvl", "paligemma"])
+@pytest.mark.parametrize(
+    "name", ["gqa-112", "gqa-112 of opset20", "next", "qwen", "qwen3-vl", "internvl", "paligemma"]
+)
 def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
