@@ -286,9 +286,9 @@ class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
             own = wrap(self._on_ort_values(engine))
             return lambda inputs: own({name: self.tensor(array) for name, array in inputs.items()})
 
-        prompts = self._openvino.load_decoder(model, form, wrapped)
         tokens = super().load_decoder(model, form, wrap)
         assert isinstance(tokens, BufferedDecoder)
+        prompts = self._openvino.load_decoder(model, form, wrapped)
         return _PrefillDecoder(prompts, tokens)
 
 
