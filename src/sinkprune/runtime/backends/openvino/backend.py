@@ -226,6 +226,7 @@ class OrtWithOpenVinoBackend(OrtBackend):
 
     of_openvino: tuple[str, ...] = OF_OPENVINO
     gives_rows = False
+    """Whether OpenVINO's decoder segments also return the new rows of their caches."""
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
