@@ -38,7 +38,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "calibrate norms": (("BUNDLE",), ()),
     "calibrate attention": (("BUNDLE",), ()),
     "calibrate quantize": (("BUNDLE",), ("--data", "x.jsonl", "-o", "small", "--weights", "int4")),
-    "calibrate schedule": (("BUNDLE",), ("--target-ms", "250")),
 }
 """The positionals and the required options of every command, by its verbs."""
 MEASURING = ("evaluate", "calibrate norms", "calibrate attention")

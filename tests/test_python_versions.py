@@ -75,7 +75,7 @@ def test_pytorch_is_not_installed() -> None:
     assert len(COMMANDS) > 8
 
 
-@pytest.mark.parametrize("verb", ["norms", "attention", "quantize", "schedule"])
+@pytest.mark.parametrize("verb", ["norms", "attention", "quantize"])
 def test_a_verb_starts(verb: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run("sinkprune-calibrate", verb, "--help")

@@ -157,7 +157,7 @@ def test_other_files_are_rejected(change: Any, said: str, costs: Costs, tmp_path
     assert said in str(refusal.value) and "Measure them here" in str(refusal.value)
     # Right in Python and in commands
     assert "warm_up and write_costs in Python" in str(refusal.value)
-    assert "sinkprune-calibrate schedule BUNDLE --costs FILE.json" in str(refusal.value)
+    assert "sinkprune-run --warm-up" in str(refusal.value)
 
 
 @pytest.mark.parametrize("field", list(Place.__dataclass_fields__))

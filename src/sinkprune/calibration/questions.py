@@ -32,14 +32,11 @@ from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.policies.policy import Policy
-from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory, load_pipeline
 from sinkprune.runtime.commands.reports import NO_QUESTION, add_report_options, check_report_options, name_list
 from sinkprune.runtime.commands.run import note_files, note_many_pictures
-from sinkprune.runtime.families import Family, add_fit_option, load_family
+from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import NOBODY, Observer
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import read_image
@@ -70,23 +67,6 @@ def task_parser(name: str, description: str, examples: str, *, limit: str, drawn
     add("--budgets", type=name_list, help="comma-separated; none is always run (default: all of the bundle)")
     add_report_options(parser, drawn)
     return parser
-
-
-def add_changing_options(parser: CommandParser) -> None:
-    """Add the options of loading, and `--sign`, of commands that measure plans and write them to the bundle.
-
-    Backends that run built engines only are no choices.
-    """
-    add = parser.group("backend").add_argument
-    backends = [name for name, spec in KNOWN.items() if spec.runs_new_budgets]
-    add("--backend", choices=backends, default="ort-cpu", help="engine library (default: ort-cpu)")
-    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
-    add_fit_option(parser.group("picture and question"))
-    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
-    add = parser.group("trust").add_argument
-    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
-    add_trust_options(parser.group("trust"))
-    add_sign_option(parser, "the bundle")
 
 
 def check_answers(bundle: Bundle) -> None:
@@ -237,30 +217,3 @@ def folder_pictures(folder: Path) -> list[NamedPicture]:
     if not files:
         raise ImageError(f"'{folder}' holds no picture, expected files that end in {', '.join(SUFFIXES)}.")
     return [NamedPicture(str(file), partial(read_image, file), picture_facts(read_image(file))) for file in files]
-
-
-class PictureQuestion(NamedTuple):
-    image: Image.Image
-    question: str
-
-
-def questions_to_measure(
-    items: Sequence[Item], images: Sequence[Path], prompt: str
-) -> list[tuple[str, PictureQuestion]]:
-    """Return one question about each picture of `items`, else of the files `images`, else of drawn scenes.
-
-    The first has the median length. Before each is the name of its picture's file, "" for a scene. `prompt` is the
-    question about files and scenes. Raises `ImageError`.
-    """
-    if items:
-        chosen = [group[0] for group in items_by_picture(items)[:PICTURES]]
-        found = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
-    elif images:
-        found = [(str(path), PictureQuestion(read_image(path), prompt)) for path in images]
-    else:
-        from sinkprune.demo.scenes import make_scene
-
-        scenes = [make_scene("validation", number)[1] for number in range(PICTURES)]
-        found = [("", PictureQuestion(scene, prompt)) for scene in scenes]
-    median = sorted(range(len(found)), key=lambda number: len(found[number][1].question))[len(found) // 2]
-    return [found[median], *found[:median], *found[median + 1 :]]

@@ -385,8 +385,7 @@ class Manifest:
                     "It holds",
                 )
                 + " Give one of these. Others must be exported first, with "
-                "sinkprune-export --budgets, which reports what a method cannot reach, or be found for this machine, "
-                "with sinkprune-calibrate schedule."
+                "sinkprune-export --budgets, which reports what a method cannot reach."
             )
         return plans[budget]
 

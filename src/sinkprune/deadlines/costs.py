@@ -1,7 +1,7 @@
 """What requests and chunks of actions cost on a machine: files of costs, and the times that they predict.
 
 `sinkprune.deadlines.measuring` measures the costs of requests, and `sinkprune.policies.deadline` those of chunks.
-Deadlines choose budgets by them, and `sinkprune-calibrate schedule` proposes budgets.
+Deadlines choose budgets by them.
 """
 
 from __future__ import annotations
@@ -236,10 +236,7 @@ class Costs(MeasuredCosts):
     of = "requests"
     warm_up = "sinkprune-run --warm-up or pipeline.warm_up(picture, prompt)"
     reader = "read_costs"
-    again = (
-        "Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule "
-        "BUNDLE --costs FILE.json"
-    )
+    again = "Measure them here with sinkprune-run --warm-up, or with Pipeline.warm_up and write_costs in Python"
 
     costs_version: Count
     """`COSTS_VERSION`."""

@@ -45,8 +45,7 @@ class DeadlineOptions(RunExtension):
             type=DEADLINE_MS,
             metavar="MS",
             help="milliseconds for the whole answer. Chooses the largest budget whose predicted time for "
-            "--max-new-tokens tokens meets them. Needs --warm-up or calibrate schedule once on this machine, or "
-            "--costs",
+            "--max-new-tokens tokens meets them. Needs --warm-up once on this machine, or --costs",
         )
         add(
             "--warm-up",

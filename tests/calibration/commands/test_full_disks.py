@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from sinkprune.calibration.commands import schedule as schedule_command
-from sinkprune.contract.bundle import read_bundle
 from sinkprune.demo.write_scenes import write_scenes
 from support.programs.commands import run
-from support.programs.schedule_runs import schedule
 
 Bundles = Callable[..., Path]
 ONE = ("--budgets", "retain-64")
@@ -44,10 +38,6 @@ def full_disk(most: int = _MOST_BYTES) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def refuse(*_: object) -> NoReturn:
-    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "refused")
 
 
 @pytest.mark.parametrize("output", ["--json x.json --plot y.png"])
@@ -90,26 +80,6 @@ def test_calibrations_are_printed(
     assert outcome.code == 2 and printed in outcome.stdout
     assert outcome.stderr.endswith(f"error: the system refused '{words[-1]}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("no_note_of_load", "any_prediction")
-@pytest.mark.parametrize("written", [["c.json", "r.json"], ["r.json"]], ids=["bundle", "bundle and costs"])
-def test_a_found_budget_outlives_what_cannot_be_written(
-    written: list[str], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, costs, report = read_bundle(own).sha256, tmp_path / "c.json", tmp_path / "r.json"
-    if costs.name not in written:
-        monkeypatch.setattr(schedule_command, "write_costs", refuse)
-    with full_disk(_MOST_OF_REPORTS):
-        outcome = schedule(own, "--budget-tokens", 16, "--costs", costs, "--json", report)
-    assert outcome.code == 2 and "mean-16: predicted" in outcome.stdout
-    assert outcome.stdout.endswith(f"{own}: unchanged\n")
-    # Of two errors the first is printed.
-    place = str(own) if costs.name in written else "refused"
-    assert outcome.stderr.endswith(f"error: the system refused '{place}': File too large. {FREE}\n")
-    assert json.loads(report.read_bytes())["sha256"] is None
-    assert read_bundle(own).sha256 == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", *written]
 
 
 @pytest.mark.parametrize("kept", [True, False])

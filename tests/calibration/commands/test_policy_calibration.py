@@ -121,7 +121,6 @@ def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str],
         ("sinkprune-evaluate", "--budgets", "nope"),
         ("sinkprune-calibrate", "norms"),
         ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
-        ("sinkprune-calibrate", "schedule", "--target-ms", 50),
     ],
 )
 def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, ...], folder: Path) -> None:

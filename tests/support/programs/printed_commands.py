@@ -18,7 +18,6 @@ OUTPUT = (
     "noise, state ->",
     "prompt -> ",
     "4\n[none]",
-    "256 visual tokens",
     "llava-1.5-7b fits: ",
     "stop: ",
     "1  H ",

@@ -44,8 +44,6 @@ class BackendSpec:
     takes_threads: bool = True
     memory: BackendMemory | None = None
     """How it holds weights in memory; None on GPUs, where it was not measured."""
-    runs_new_budgets: bool = False
-    """Whether `sinkprune-calibrate schedule` may try budgets on it that no engine was built for."""
 
 
 _OURS = "sinkprune.runtime.backends"
@@ -55,7 +53,6 @@ ORT_ON_CPU = BackendSpec(
     ("onnxruntime",),
     computes=("fastest", "fp32"),
     memory=BackendMemory(ORT_CPU),
-    runs_new_budgets=True,
 )
 ORT_WITH_OPENVINO = BackendSpec(
     f"{_OURS}.openvino.backend:open_with_onnxruntime",
@@ -63,7 +60,6 @@ ORT_WITH_OPENVINO = BackendSpec(
     ("onnxruntime", "openvino"),
     computes=("fastest", "fp32"),
     memory=BackendMemory(ORT_CPU, OPENVINO),
-    runs_new_budgets=True,
 )
 ORT_WITH_OPENVINO_PREFILL = replace(
     ORT_WITH_OPENVINO,
@@ -79,7 +75,6 @@ OPENVINO_CPU = BackendSpec(
     ("openvino",),
     computes=COMPUTES,
     memory=BackendMemory(OPENVINO),
-    runs_new_budgets=True,
 )
 OPENVINO_GPU = BackendSpec(
     OPENVINO_CPU.opened_by, "openvino", ("openvino",), ("fastest", "fp32"), on_gpu=True, takes_threads=False

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _LONG_VIDEO = 300
 _COSTS = (
-    "costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
-    "(default: those that --warm-up of sinkprune-run, or schedule, kept)"
+    "costs of requests on this machine, from write_costs in Python (default: those that --warm-up of sinkprune-run "
+    "kept)"
 )
 IMAGE_PLACE = "{image}"
 """The place of an image in a prompt."""
