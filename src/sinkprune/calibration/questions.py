@@ -36,7 +36,7 @@ from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory, load_pipeline
+from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory
 from sinkprune.runtime.commands.reports import NO_QUESTION, add_report_options, check_report_options, name_list
 from sinkprune.runtime.commands.run import note_files, note_many_pictures
 from sinkprune.runtime.families import Family, add_fit_option, load_family
@@ -45,7 +45,6 @@ from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, file_facts, picture_facts
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.decoding import Kept
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -123,12 +122,6 @@ def check_unpruned_memory(
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError` and `ImageError`."""
     method, family = next(iter(bundle.manifest.plans)), load_family(bundle.manifest, options.fit)
     check_memory(options, bundle, [*map(family.layout, pictures)], method, [UNPRUNED], prompt, new_tokens)
-
-
-def load_measured(options: Options, bundle: Bundle, wrap: Wrap) -> Loaded:
-    """Load `bundle` on the chosen backend, with progress on stderr; `wrap` may replace each engine."""
-    acts = bundle.manifest.policy
-    return Policy.load(bundle, wrap=wrap, **options.loading) if acts else load_pipeline(options, bundle, wrap)
 
 
 def note_items(family: Family, items: Iterable[Item]) -> list[str]:

@@ -274,7 +274,6 @@ def _choice(choice: Any, options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _letter(answer: str | int | tuple[str, ...], options: tuple[str, ...]) -> str:
-    """Return the letter of the right option, from its letter, text or 0-based number."""
     letters = string.ascii_uppercase[: len(options)]
     names = enumerate(zip(letters, options, strict=True))
     meant = [letter for number, (letter, option) in names if answer in (letter, option, number)]

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from sinkprune.calibration.scheduling.search import add_budget
+from sinkprune.calibration.plans import add_budget
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 from support.programs.kill_replacing import forked, killed_at_call

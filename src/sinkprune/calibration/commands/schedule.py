@@ -19,7 +19,6 @@ from sinkprune.calibration.questions import (
     note_items,
     questions_to_measure,
 )
-from sinkprune.calibration.scheduling.report import ScheduleReport, doubts, report_text
 from sinkprune.calibration.tasks import Item, check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
@@ -51,8 +50,8 @@ from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.scheduling.propose import BudgetTarget
-    from sinkprune.calibration.scheduling.search import Trials
+    from sinkprune.calibration.plans import Trials
+    from sinkprune.calibration.schedule_search import BudgetTarget, ScheduleReport
 
 _EXAMPLES = """\
 examples:
@@ -96,8 +95,8 @@ def main(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.evaluation.replies import BASELINE, check_questions
-        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget
-        from sinkprune.calibration.scheduling.search import METHOD, Trials, add_budget, check_addable, check_name
+        from sinkprune.calibration.plans import METHOD, Trials, add_budget, check_addable, check_name
+        from sinkprune.calibration.schedule_search import TOKENS_A_LAYER, BudgetTarget, doubts, report_text
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     check_answers(bundle)
@@ -221,7 +220,7 @@ def _proposed(
 
     The JSON of what was measured also has the keys of `seen`.
     """
-    from sinkprune.calibration.scheduling.propose import Proposer
+    from sinkprune.calibration.schedule_search import Proposer
 
     proposer: Proposer | None = None
     with _kept_costs(options, pipeline, seen, lambda: proposer.costs if proposer else pipeline.costs):
@@ -254,15 +253,10 @@ def _check_options(options: _Options) -> None:
             "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
             "for what requests cost here."
         )
-    about_budget = {
-        "--name": options.name is not None,
-        "--sign": options.sign is not None,
-        "--force": options.force,
-        "--dry-run": options.dry_run,
-    }
-    given = [option for option, is_given in about_budget.items() if is_given]
+    given = [name for name in ("name", "sign", "force", "dry_run") if getattr(options, name) not in (None, False)]
     if given and not options.wants_budget:
-        raise UsageError(f"{given[0]} is about a budget. Give --target-ms or --budget-tokens, or leave it out.")
+        option = given[0].replace("_", "-")
+        raise UsageError(f"--{option} is about a budget. Give --target-ms or --budget-tokens, or leave it out.")
     if options.dry_run and options.sign:
         raise UsageError("--sign signs the changed bundle, and --dry-run changes none. Leave out one of the two.")
     if options.data and (options.image or options.prompt):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.calibration.scheduling.search import METHOD, TRIAL, Trials, add_budget, plan_facts
+from sinkprune.calibration.plans import METHOD, TRIAL, Trials, add_budget, plan_facts
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
@@ -56,9 +56,7 @@ def test_a_budget_is_added_and_runs(own: Path, photo: object) -> None:
     found.verify()
     assert found.manifest == manifest
     # All that was there is there, the very same files; what came are graphs of kilobytes.
-    assert {name: after[name] for name in before if name != "bundle.json"} == {
-        name: inode for name, inode in before.items() if name != "bundle.json"
-    }
+    assert {name for name in before if after[name] != before[name]} == {"bundle.json"}
     new = sorted(after.keys() - before.keys())
     assert new == sorted(manifest.graphs[graph].file for graph in manifest.plans[METHOD]["ours"].graphs)
     assert sum((own / name).stat().st_size for name in new) < 60_000
@@ -80,13 +78,11 @@ def test_a_budget_is_replaced_with_force_only(own: Path) -> None:
     assert manifest.budgets["ours"] == smaller and [*manifest.budgets] == ["retain-64", "ours"]
 
 
-@pytest.mark.parametrize(
-    "name", ["none", "retain-64", "retain-128", "", "a/b", "..", "A", "x+compact", "x" * 65, "é"]
-)
-def test_names_that_mean_something_else_are_refused(name: str, own: Path) -> None:
+def test_names_that_mean_something_else_are_refused(own: Path) -> None:
     before = inodes(own)
-    with pytest.raises(BudgetError, match="Choose another --name"):
-        add(own, name, force=True)
+    for name in ("none", "retain-64", "retain-128", "", "a/b", "..", "A", "x+compact", "x" * 65, "é"):
+        with pytest.raises(BudgetError, match="Choose another --name"):
+            add(own, name, force=True)
     assert inodes(own) == before
 
 

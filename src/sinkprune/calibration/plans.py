@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain, combinations
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +174,6 @@ def add_budget(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Create a hard link, without reading or writing the file's bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
@@ -251,28 +251,20 @@ class FoundPlan(NamedTuple):
     """The share of text-visual attention that it drops, mean over layers."""
 
 
-def best_of_each_sanitizer(space: PlanSpace, price: Price, limit: float) -> list[FoundPlan]:
-    """Return the plan of each sanitizer with the least loss at a price of at most `limit`, the least loss first.
+def best_of_each_sanitizer(
+    space: PlanSpace, price: Price, limit: float = math.inf, by: tuple[str, str] = ("lost", "price")
+) -> list[FoundPlan]:
+    """Return the best plan of each sanitizer at a price of at most `limit`, the best first.
 
-    Of equal losses the cheaper comes first. A sanitizer without such a plan is left out.
+    The best plan has the least of the first figure of `by`, and then the least of the second. A sanitizer without a
+    plan at that price is left out.
     """
-    found = []
-    for sanitizer in range(len(space.kept)):
-        plans = _plans(space, price, sanitizer, ("lost", "price"), limit)
-        found += sorted(plans, key=lambda plan: (plan.lost, plan.price))[:1]
-    return sorted(found, key=lambda plan: (plan.lost, plan.price))
+    every = (_plans(space, price, sanitizer, by, limit) for sanitizer in range(len(space.kept)))
+    best = (sorted(plans, key=attrgetter(*by))[:1] for plans in every)
+    return sorted(chain.from_iterable(best), key=attrgetter(*by))
 
 
-def cheapest(space: PlanSpace, price: Price) -> FoundPlan:
-    """Return the plan of the space with the least price; of equal prices the one with the least loss."""
-    every = (_plans(space, price, sanitizer, ("price", "lost")) for sanitizer in range(len(space.kept)))
-    return min(chain.from_iterable(every), key=lambda plan: (plan.price, plan.lost))
-
-
-def _plans(
-    space: PlanSpace, price: Price, sanitizer: int, by: tuple[str, str], limit: float = math.inf
-) -> Iterator[FoundPlan]:
-    """Yield the best plan of each choice of stages, `by` the least of one figure and then of the other."""
+def _plans(space: PlanSpace, price: Price, sanitizer: int, by: tuple[str, str], limit: float) -> Iterator[FoundPlan]:
     segments, kept = len(space.layers), int(space.kept[sanitizer])
     smaller = range(int(np.searchsorted(space.sizes, kept)))
     for count in range(min(MOST_STAGES, segments - 1) + 1):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from sinkprune.calibration.attention import received_by_head
 from sinkprune.calibration.evaluation.replies import Combination, collect_replies
-from sinkprune.calibration.questions import PictureQuestion
-from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport, few_requests
-from sinkprune.calibration.scheduling.search import (
+from sinkprune.calibration.plans import (
     METHOD,
     TRIAL,
     FoundPlan,
@@ -23,19 +21,19 @@ from sinkprune.calibration.scheduling.search import (
     Price,
     Trials,
     best_of_each_sanitizer,
-    cheapest,
     latency_price,
     mean_tokens_price,
 )
+from sinkprune.calibration.questions import PictureQuestion
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Share
 from sinkprune.contract.errors import BudgetError, NumericsError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.contract.report import Spread
+from sinkprune.contract.progress import OnProgress
+from sinkprune.contract.report import FEWEST_OF_P95, Spread
 from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.deadlines.costs import predict
+from sinkprune.deadlines.costs import Costs, predict
 from sinkprune.deadlines.measuring import MeasurementRounds
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.runtime.device.stopwatch import Stopwatch
@@ -45,6 +43,73 @@ from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.request import new_request
 
 UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
+
+NEAR: Final = 0.08
+"""The largest error of an accurate prediction, as a share of the measured time."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A budget that is predicted to meet the target."""
+
+    budget: Budget
+    stages_after: tuple[int, ...]
+    """The 0-based layers that its stages follow."""
+    rows: tuple[int, ...]
+    """Visual rows into the LLM and after each stage, for the measured picture."""
+    mean_visual_tokens: float
+    """Visual tokens a layer, mean over layers."""
+    lost: float
+    """The share of text-visual attention that it drops, mean over layers."""
+    accuracy: float | None
+    """The share of right answers to the questions of --data; None without --data."""
+    predicted_ms: float
+    """Predicted milliseconds to the last of the new tokens."""
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """The chosen budget, the alternatives, and their times."""
+
+    name: str
+    """The budget's, in the bundle."""
+    pictures: int
+    """Pictures whose attention was measured."""
+    visual_tokens: int
+    prompt_tokens: int
+    new_tokens: int
+    costs: Costs
+    unpruned_ms: float
+    """Predicted."""
+    questions: int
+    """Questions of --data that were answered; 0 without --data."""
+    unpruned_accuracy: float | None
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    """The other budgets that were compared by their answers."""
+    measured_ms: Spread
+    """Of the chosen budget, to the last of the new tokens."""
+    unpruned_measured_ms: Spread
+    """Of the unpruned model, measured in turn with the chosen budget.
+
+    Its ratio to `unpruned_ms` is the change of the machine's speed since the costs were measured.
+    """
+    requests: int
+    """Of each of these two times: the measured requests. Of fewer than 20, the 95th percentile is the slowest."""
+    searches: int = 1
+    """How many times a budget was searched and measured."""
+    warnings: tuple[str, ...] = ()
+    """Why the figures say little, and what is doubtful about the budget."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
+
+    @property
+    def off(self) -> float:
+        return self.chosen.predicted_ms / self.measured_ms.median - 1
+
+    @property
+    def accurate(self) -> bool:
+        return abs(self.off) <= NEAR
 
 
 class PictureAttention(NamedTuple):
@@ -82,7 +147,7 @@ def measure_attention(
         outputs = decoder({"hidden": hidden, **tables, **added}, decoder.new_cache())
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
-        query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
+        query, key = (backend.numpy(outputs[name]) for name in ("query", "key"))
         attention = received_by_head(query, key, rows, both_ways=manifest.both_ways).mean(axis=0)
         tokens = np.zeros(layout.all_tokens)
         np.add.at(tokens, source[source >= 0], attention[source >= 0])
@@ -150,8 +215,6 @@ def sizes(manifest: Manifest) -> list[Share]:
     return [Share(left, whole) for left in sorted(between | own)]
 
 
-SECONDS = 5.0
-"""About how long to measure the costs, and again the budget that was found."""
 TOKENS_A_LAYER = "visual tokens a layer"
 _OF_REQUESTS = "ms in 95 of 100 requests"
 _CANDIDATES = 4
@@ -203,16 +266,16 @@ class Proposer:
         trials: Trials,
         pipeline: Pipeline,
         prompts: Sequence[PictureQuestion],
-        seconds: float = SECONDS,
-        progress: OnProgress = unreported,
+        seconds: float,
+        progress: OnProgress,
     ) -> None:
         """Measure the costs of the first prompt for some `seconds`, and the attention of all prompts.
 
         Raises `BudgetError` for a bundle without the method, and what a request raises.
         """
-        self._trials, self._pipeline, self._manifest = trials, pipeline, trials.bundle.manifest
+        self._trials, self._pipeline = trials, pipeline
         self._prompt, self._seconds, self._progress = prompts[0], seconds, progress
-        manifest = self._manifest
+        self._manifest = manifest = trials.bundle.manifest
         if not manifest.plans.get(METHOD):
             raise BudgetError(
                 f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
@@ -231,7 +294,10 @@ class Proposer:
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(sanitizers(manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
-        self._attended = [self._attention(number, prompts) for number in range(len(prompts))]
+        self._attended = list[PictureAttention]()
+        for number, prompt in enumerate(prompts):
+            progress("measuring attention", number, len(prompts), "pictures")
+            self._attended.append(measure_attention(pipeline, *prompt, [*self._sanitizers]))
         self._sizes = sizes(manifest)
         self._space = PlanSpace(
             tuple(map(len, manifest.segments)),
@@ -252,11 +318,20 @@ class Proposer:
         smallest that missed it. The best that met it is reported. Raises `BudgetError` if the unpruned model meets
         the target, or if no budget did, not even the cheapest.
         """
-        self._check_pruning_needed(target)
+        if target.ms is not None and (predicted := self.predict(UNPRUNED_MODEL, target.new_tokens)) <= target.ms:
+            [measured] = self.measure([UNPRUNED_MODEL], target.new_tokens)
+            # The predictions are corrected by it.
+            self._correct(measured, predicted)
+            target.check_unmet(measured.p95, _OF_REQUESTS, self._note_on_requests())
         best, misses, searches = None, list[ScheduleReport](), 0
         while len(misses) < _CHEAPEST_TRIES:
             plans = self._find_plans(target, _CANDIDATES if items else 1) if searches < _SEARCHES else []
-            if best and (target.ms is None or not plans or _is_full(best, plans[0], target.ms)):
+            if best and (
+                target.ms is None
+                or not plans
+                or best.measured_ms.p95 >= _FULL * target.ms
+                or plans[0].lost >= best.chosen.lost - _WORTH
+            ):
                 break
             latest = self._try_plans(name, target, plans or [self._cheapest(target)], items)
             searches += 1
@@ -311,19 +386,6 @@ class Proposer:
         self.costs = self.costs.slower(measured.median / predicted_ms)
         self._p95_ratio = measured.p95 / measured.median
 
-    def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
-        self._progress("measuring attention", number, len(prompts), "pictures")
-        return measure_attention(self._pipeline, *prompts[number], [*self._sanitizers])
-
-    def _check_pruning_needed(self, target: BudgetTarget) -> None:
-        if target.ms is None:
-            target.check_unmet(self.layout.all_tokens, TOKENS_A_LAYER)
-        elif (predicted := self.predict(UNPRUNED_MODEL, target.new_tokens)) <= target.ms:
-            [measured] = self.measure([UNPRUNED_MODEL], target.new_tokens)
-            # The predictions are corrected by it.
-            self._correct(measured, predicted)
-            target.check_unmet(measured.p95, _OF_REQUESTS, self._note_on_requests())
-
     def _note_on_requests(self) -> str:
         """Return sentences, each after a space, on what makes the last measured times uncertain, if anything."""
         few, load = few_requests(self.requests), self.costs.load or 0.0
@@ -345,10 +407,9 @@ class Proposer:
         return plans
 
     def _cheapest(self, target: BudgetTarget) -> FoundPlan:
-        return cheapest(self._space, self._price(target))
+        return best_of_each_sanitizer(self._space, self._price(target), by=("price", "lost"))[0]
 
     def _price(self, target: BudgetTarget) -> Price:
-        """Return the price of plans, in the unit of the target."""
         if target.ms is None:
             return mean_tokens_price(self._space.layers)
         return latency_price(
@@ -361,7 +422,6 @@ class Proposer:
         )
 
     def _limit(self, target: BudgetTarget) -> float:
-        """Return the highest price that meets the target."""
         if target.ms is None:
             return target.wanted
         limit, unpruned = target.ms / self._p95_ratio, self.predict(UNPRUNED_MODEL, target.new_tokens)
@@ -448,11 +508,6 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
     return candidate.accuracy or 0.0, -candidate.lost
 
 
-def _is_full(best: ScheduleReport, larger: FoundPlan, target_ms: float) -> bool:
-    """Return whether a budget takes most of the time, or a larger one would save too little attention."""
-    return best.measured_ms.p95 >= _FULL * target_ms or larger.lost >= best.chosen.lost - _WORTH
-
-
 def _accuracies(
     pipeline: Pipeline, trials: Sequence[Combination], items: Sequence[Item], progress: OnProgress
 ) -> dict[str, float]:
@@ -463,3 +518,78 @@ def _accuracies(
     ):
         right.setdefault(reply.combination.budget, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}
+
+
+_MOST_LOST = 0.85
+"""The share of attention above which a budget causes a warning."""
+
+
+def report_text(report: ScheduleReport) -> str:
+    what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
+    none, chosen = (
+        f"predicted {_ms(predicted)}, measured {_ms(measured.median)} (p95 {_ms(measured.p95)})"
+        for predicted, measured in (
+            (report.unpruned_ms, report.unpruned_measured_ms),
+            (report.chosen.predicted_ms, report.measured_ms),
+        )
+    )
+    lines = [
+        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}",
+        f"none: {none}{_rated(report.unpruned_accuracy, report.questions)}",
+        f"{report.name}: {chosen}; the prediction is {100 * abs(report.off):.1f} % too "
+        f"{'low' if report.off < 0 else 'high'}",
+        _described(report.chosen, report.questions),
+    ]
+    if few := few_requests(report.requests):
+        lines.append(few)
+    if report.searches > 1:
+        lines.append(
+            f"searched {report.searches} times, because earlier budgets missed the target or left much of the time"
+        )
+    lines += [
+        f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}"
+        for other in report.others
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def few_requests(requests: int) -> str:
+    """Return a sentence, without its full stop, about percentiles of so many requests; "" if they are enough."""
+    if requests >= FEWEST_OF_P95:
+        return ""
+    return (
+        f"{requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A larger "
+        "--seconds measures more"
+    )
+
+
+def _described(candidate: Candidate, questions: int) -> str:
+    first, *left = candidate.rows
+    layers = f"layer{'s' if len(left) > 1 else ''} {', '.join(map(str, candidate.stages_after))}"
+    stages = f", {', '.join(map(str, left))} after {layers}" if left else ""
+    return (
+        f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
+        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy, questions)}"
+    )
+
+
+def _rated(accuracy: float | None, questions: int) -> str:
+    return "" if accuracy is None else f", {accuracy * questions:.0f} of {questions} answers right"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def doubts(report: ScheduleReport) -> Iterator[str]:
+    """Yield a warning for a budget that drops much, and for one whose measured time is far from the predicted."""
+    if report.chosen.lost > _MOST_LOST:
+        yield (
+            f"the budget drops {100 * report.chosen.lost:.1f} % of the text's attention to the picture, so many "
+            "answers may be wrong. Compare it with others: sinkprune-evaluate."
+        )
+    if not report.accurate:
+        yield (
+            f"the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than {100 * NEAR:.0f} %: "
+            "the machine's speed changed meanwhile. Measure again when the machine does nothing else."
+        )
