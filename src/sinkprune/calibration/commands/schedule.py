@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +50,7 @@ from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.plans import Trials
-    from sinkprune.calibration.schedule_search import BudgetTarget, ScheduleReport
+    from sinkprune.calibration.schedule_search import BudgetTarget, Proposer
 
 _EXAMPLES = """\
 examples:
@@ -96,7 +95,13 @@ def main(arguments: Sequence[str] | None) -> None:
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.evaluation.replies import BASELINE, check_questions
         from sinkprune.calibration.plans import METHOD, Trials, add_budget, check_addable, check_name
-        from sinkprune.calibration.schedule_search import TOKENS_A_LAYER, BudgetTarget, doubts, report_text
+        from sinkprune.calibration.schedule_search import (
+            TOKENS_A_LAYER,
+            BudgetTarget,
+            Proposer,
+            doubts,
+            report_text,
+        )
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     check_answers(bundle)
@@ -124,13 +129,16 @@ def main(arguments: Sequence[str] | None) -> None:
             check_questions(pipeline, items, [BASELINE])
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         seen = {"notes": notes, "seen_share": min(shares)}
-        if not options.wants_budget:
-            with _kept_costs(options, pipeline, seen, lambda: pipeline.costs), status("measuring") as progress:
+        with _kept_costs(options, pipeline, target, seen) as proposers, status("measuring") as progress:
+            if options.wants_budget:
+                proposers.append(Proposer(trials, pipeline, prompts, options.seconds, progress))
+                report = proposers[0].propose(name, target, items)
+            else:
                 costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
+        if not options.wants_budget:
             _write_costs(options, costs)
             write_json(options.json, {"costs": to_json(costs), **seen})
             return
-        report = _proposed(options, trials, pipeline, prompts, name, target, items, seen)
     few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []
     if own := {item.picture for item in items} or set(map(str, options.image or [])):
         few += mean_warnings(len(own))
@@ -180,14 +188,20 @@ def _notes(
 
 @contextmanager
 def _kept_costs(
-    options: _Options, pipeline: Pipeline, seen: Mapping[str, object], measured: Callable[[], Costs | None]
-) -> Iterator[None]:
-    """Keep and write the costs that the block has `measured`, if it fails too; they are useful without a budget.
+    options: _Options, pipeline: Pipeline, target: BudgetTarget, seen: Mapping[str, object]
+) -> Iterator[list[Proposer]]:
+    """Keep and write the costs that the block has measured, if it fails too; they are useful without a budget.
 
-    After Ctrl-C the JSON has them, with the keys of `seen`.
+    Yields a list for the block's proposer. If it finds no budget, or after Ctrl-C, the JSON has what was measured,
+    with the keys of `seen`.
     """
+    proposers: list[Proposer] = []
+
+    def measured() -> Costs | None:
+        return proposers[0].costs if proposers else pipeline.costs
+
     try:
-        yield
+        yield proposers
     except KeyboardInterrupt as interrupt:
         costs = measured()
         if not costs:
@@ -197,48 +211,23 @@ def _kept_costs(
         found = {"costs": to_json(costs), "interrupted": counts, **seen}
         write_each(lambda: write_json(moved.json, found), lambda: _write_costs(moved, costs))
         raise KeyboardInterrupt(counts + earlier) from interrupt
-    except Exception:
+    except Exception as error:
+        if proposers and isinstance(error, BudgetError):
+            [proposer] = proposers
+            refusal = {
+                "costs": to_json(proposer.costs),
+                "error": str(error),
+                "requests": proposer.requests,
+                "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
+            }
+            write_json(options.json, {**refusal, **seen})
         _write_costs(options, measured())
         raise
     finally:
         if pipeline.costs:
             sys.stderr.write(doubtful_costs(pipeline.costs, option=""))
             sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
-
-
-def _proposed(
-    options: _Options,
-    trials: Trials,
-    pipeline: Pipeline,
-    prompts: Sequence[PictureQuestion],
-    name: str,
-    target: BudgetTarget,
-    items: Sequence[Item],
-    seen: Mapping[str, object],
-) -> ScheduleReport:
-    """Find a budget; without one, write what was measured and raise `BudgetError` or `KeyboardInterrupt`.
-
-    The JSON of what was measured also has the keys of `seen`.
-    """
-    from sinkprune.calibration.schedule_search import Proposer
-
-    proposer: Proposer | None = None
-    with _kept_costs(options, pipeline, seen, lambda: proposer.costs if proposer else pipeline.costs):
-        try:
-            with status("measuring") as progress:
-                proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-                return proposer.propose(name, target, items)
-        except BudgetError as error:
-            if proposer:
-                refusal = {
-                    "costs": to_json(proposer.costs),
-                    "error": str(error),
-                    "requests": proposer.requests,
-                    "nearest_target_ms": None if target.ms is None else proposer.nearest,
-                    "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
-                }
-                write_json(options.json, {**refusal, **seen})
-            raise
 
 
 def _write_costs(options: _Options, costs: Costs | None) -> None:
