@@ -20,17 +20,12 @@ from onnx.numpy_helper import to_array
 
 from sinkprune.contract.manifest import MANIFEST
 
-_EXAMPLE = "example:\n  python tests/compare_bundles.py before/llava-7b after/llava-7b\n"
 _OF_THE_VERSION = {"format_version", "sinkprune_version", "files"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what differs; returns 1 if anything does, else 0."""
-    parser = argparse.ArgumentParser(
-        description="Compare two bundles: manifest, graphs node for node, weights value for value.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description="Compare two bundles: manifest, graphs, weights value for value.")
     parser.add_argument("old", type=Path, metavar="OLD", help="a bundle, of any format that can be read")
     parser.add_argument("new", type=Path, metavar="NEW", help="the bundle that should hold the same")
     options = parser.parse_args(arguments)
@@ -57,7 +52,6 @@ def differences(old: Path, new: Path) -> dict[str, list[str]]:
 
 
 def _manifest(bundle: Path) -> dict[str, Any]:
-    """`bundle.json`."""
     data: dict[str, Any] = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
     return data
 

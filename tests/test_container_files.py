@@ -46,25 +46,6 @@ def manifest(name: str) -> dict[str, Any]:
     return document
 
 
-def pod(name: str) -> dict[str, Any]:
-    """Return the specification of the pod in a manifest."""
-    spec: dict[str, Any] = manifest(name)["spec"]
-    return spec["predictor"] if name == "kserve" else spec["template"]["spec"]  # type: ignore[no-any-return]
-
-
-def plugins() -> dict[str, dict[str, Any]]:
-    """Return the parameters of the endpoint picker's plugins, by type."""
-    return {plugin["type"]: plugin.get("parameters", {}) for plugin in picker()["plugins"]}
-
-
-def picker() -> dict[str, Any]:
-    """Return the configuration of the endpoint picker that the chart's values choose."""
-    epp = manifest("llm-d-router")["router"]["epp"]
-    document = yaml.safe_load(epp["pluginsCustomConfig"][epp["pluginsConfigFile"]])
-    assert isinstance(document, dict)
-    return document
-
-
 def check_server(words: list[str]) -> None:
     """Check that a container's command serves the bundle at the place and port of all files."""
     assert words[0] == "sinkprune-serve"
@@ -130,7 +111,8 @@ def test_the_health_check_needs_python_only(
 
 @pytest.mark.parametrize("name", ["kserve", "llm-d-servers"])
 def test_a_manifest_s_container_agrees_with_the_image(name: str) -> None:
-    spec = pod(name)
+    whole = manifest(name)["spec"]
+    spec = whole["predictor"] if name == "kserve" else whole["template"]["spec"]
     [container] = spec["containers"]
     check_server(container["args"])
     assert "command" not in container
@@ -141,12 +123,7 @@ def test_a_manifest_s_container_agrees_with_the_image(name: str) -> None:
     assert (mount["mountPath"], mount["readOnly"], mount["name"]) == (MOUNT, True, volume["name"])
     assert [entry["name"] for entry in container["env"]] == [API_KEY]
     assert container["resources"]["requests"] == container["resources"]["limits"]
-
-
-@pytest.mark.parametrize("name", ["kserve", "llm-d-servers"])
-def test_a_pod_has_time_to_end_and_no_rights(name: str) -> None:
-    spec = pod(name)
-    [container] = spec["containers"]
+    # It has time to end, and no rights.
     drain_s = check_options(*container["args"]).drain_s
     needed = container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain_s + GRACE_S
     assert 0 < needed <= spec["terminationGracePeriodSeconds"]
@@ -161,19 +138,21 @@ def test_a_pod_has_time_to_end_and_no_rights(name: str) -> None:
 def test_the_picker_reads_metrics_that_the_server_has() -> None:
     server = Metrics(waiting=lambda: 1.0, active=lambda: 2.0, session_bytes=lambda: 0.0)
     lines = dict(line.split() for line in server.text().decode().splitlines() if line[0] != "#")
-    [engine] = plugins()["core-metrics-extractor"]["engineConfigs"]
+    # The configuration of the endpoint picker that the chart's values choose.
+    epp = manifest("llm-d-router")["router"]["epp"]
+    picker = yaml.safe_load(epp["pluginsCustomConfig"][epp["pluginsConfigFile"]])
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in picker["plugins"]}
+    [engine] = plugins["core-metrics-extractor"]["engineConfigs"]
     assert lines[engine["queuedRequestsSpec"]] == "1.0" and lines[engine["runningRequestsSpec"]] == "2.0"
-    assert plugins()["metrics-data-source"]["path"] == "/metrics"
+    assert plugins["metrics-data-source"]["path"] == "/metrics"
     # A KV cache's use and adapters would be vLLM's.
     assert {*engine} == {"name", "queuedRequestsSpec", "runningRequestsSpec"}
 
 
-def docker_runs() -> list[list[str]]:
-    """Return the words of every printed `docker run`."""
-    return [shlex.split(text) for _, text in ALL if text.startswith("docker run ")]
+DOCKER_RUNS = [shlex.split(text) for _, text in ALL if text.startswith("docker run ")]
 
 
-@pytest.mark.parametrize("words", docker_runs(), ids=" ".join)
+@pytest.mark.parametrize("words", DOCKER_RUNS, ids=" ".join)
 def test_a_printed_container_runs_a_known_command_on_its_mount(words: list[str]) -> None:
     image = next(index for index, word in enumerate(words) if re.fullmatch(r"sinkprune(:\w+)?", word))
     options, given = words[:image], words[image + 1 :]

@@ -25,16 +25,12 @@ FILES, PASSING = 8, 4
 CPU_SECONDS = 8
 
 
-def parallel() -> list[str]:
-    """Return the options of `make pytest` for several processes."""
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    return next(line.partition(":=")[2].split() for line in lines if line.startswith("PARALLEL :="))
-
-
 def run_session(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the tests in `folder` with the options of `make pytest`, but a time limit of 2 seconds a test."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    parallel = next(line.partition(":=")[2].split() for line in lines if line.startswith("PARALLEL :="))
     places = ("-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", "-p", "xdist")
-    options = map(str, (*places, "-o", "faulthandler_timeout=2", *parallel(), "-n", "2"))
+    options = map(str, (*places, "-o", "faulthandler_timeout=2", *parallel, "-n", "2"))
     # The other session must not have the variables of this worker. It starts faster without plugins.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

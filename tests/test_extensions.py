@@ -192,8 +192,13 @@ def test_another_package_adds_family_method_backend_and_command(
     assert "say hello" in sinkprune(package, "--help").stdout
 
 
-def test_a_name_of_two_packages_is_rejected(package: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(package, tmp_path / "other"))
+@pytest.fixture
+def other(package: Path, tmp_path: Path) -> Path:
+    """A copy of the package that a test may change."""
+    return Path(shutil.copytree(package, tmp_path / "other"))
+
+
+def test_a_name_of_two_packages_is_rejected(package: Path, other: Path) -> None:
     (other / "viola-1.0.dist-info").rename(other / "tuba-1.0.dist-info")
     (other / "tuba-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tuba\nVersion: 1.0\n")
     points = (other / "tuba-1.0.dist-info/entry_points.txt").read_text()
@@ -203,18 +208,13 @@ def test_a_name_of_two_packages_is_rejected(package: Path, tmp_path: Path) -> No
     assert "two packages register 'hello'" in done.stderr
 
 
-def test_a_package_that_does_not_import_is_named(package: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(package, tmp_path / "other"))
-    (other / "viola/option.py").unlink()
-    done = sinkprune(other, "run", "--help")
-    assert done.returncode == 2
-    assert "'capitals' of the group 'sinkprune.run' is viola.option:Capitals, and its import failed" in done.stderr
-
-
-def test_an_option_that_the_command_has_is_rejected(package: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(package, tmp_path / "other"))
+def test_an_option_that_cannot_be_added_is_named(other: Path) -> None:
     option = other / "viola/option.py"
     option.write_text(option.read_text().replace('"--capitals"', '"--budget"'))
     done = sinkprune(other, "run", "--help")
     assert done.returncode == 2
     assert "the extension 'capitals' (viola.option) adds an option that the command has" in done.stderr
+    option.unlink()
+    done = sinkprune(other, "run", "--help")
+    assert done.returncode == 2
+    assert "'capitals' of the group 'sinkprune.run' is viola.option:Capitals, and its import failed" in done.stderr

@@ -34,16 +34,8 @@ CHECKPOINTS = {
 }
 """The small checkpoint in place of a published one."""
 BUNDLES = (
-    "llava-7b",
-    "llava-7b-calibrated",
-    "llava-7b-jetson",
-    "llava-int4",
-    "llava-methods",
-    "engines",
-    "engines-jetson",
-    "qwen-7b",
-    "policy",
-    "oft",
+    *("llava-7b", "llava-7b-calibrated", "llava-7b-jetson", "llava-int4", "llava-methods"),
+    *("engines", "engines-jetson", "qwen-7b", "policy", "oft"),
 )
 """The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,14 +82,6 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }
 """By a pattern at the start of a command: the reason why it does not run here."""
-FP16 = {
-    "-o llava-fp16 ": "for TensorRT",
-    "-o llava-7b-jetson ": "for a Jetson",
-    "-o orin ": "for a Jetson",
-    "-o h200-7b": "for ort-cuda",
-    "-o h200-pi0": "for ort-cuda",
-}
-"""Exports for GPUs, whose states may be in fp16. On a CPU fp16 takes twice the memory."""
 
 
 ONCE = list({text: (place, text) for place, text in ALL}.values())
@@ -113,9 +97,7 @@ SNIPPETS = [block for block in blocks() if block.language == "python"]
 
 @pytest.fixture(scope="module")
 def readers_folder(
-    bundle: Callable[..., Path],
-    checkpoint: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    bundle: Callable[..., Path], checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Return a folder with the files of `make demo`, and bundles named as on the pages."""
     folder = tmp_path_factory.mktemp("reader")
@@ -161,10 +143,8 @@ def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
             (here / words[words.index(option) + 1]).unlink(missing_ok=True)
     if command == "sinkprune-run":
         words += ["--max-new-tokens", "2"]
-    if "--camera" in words and command == "sinkprune-profile":
-        words += ["--repeat", "1"]
-    elif command == "sinkprune-profile":
-        words += ["--repeat", "1", "--new-tokens", "2"]
+    if command == "sinkprune-profile":
+        words += ["--repeat", "1", *([] if "--camera" in words else ["--new-tokens", "2"])]
     outcome = run(command, *words)
     assert outcome.code == 0, f"{place}: {text}\n{outcome.stderr}"
 
@@ -172,11 +152,6 @@ def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
 @pytest.mark.parametrize(("place", "text"), PARSED, ids=lambda value: value[:60])
 def test_a_printed_command_s_options_exist(place: str, text: str, here: Path) -> None:
     check_options(*shlex.split(text))
-
-
-def test_only_exports_for_gpus_have_states_in_fp16() -> None:
-    wrong = [text for _, text in ALL if "--precision fp16" in text and not any(part in text for part in FP16)]
-    assert wrong == []
 
 
 def test_files_and_targets_that_commands_name_exist() -> None:

@@ -75,13 +75,6 @@ def test_pytorch_is_not_installed() -> None:
     assert len(COMMANDS) > 8
 
 
-@pytest.mark.parametrize("verb", ["norms", "attention", "quantize"])
-def test_a_verb_starts(verb: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run("sinkprune-calibrate", verb, "--help")
-    assert ended.value.code == 0
-
-
 @pytest.mark.parametrize("text", COMMANDS, ids=lambda text: text[:60])
 def test_a_printed_command_runs(text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in folder.iterdir():

@@ -13,6 +13,7 @@ from json_schemas import cases, measure
 from sinkprune import Pipeline
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+TREE = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}
 OBJECT = {"type": "object", "additionalProperties": False}
 # A schema, values that it allows and values that it forbids.
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [
@@ -46,14 +47,7 @@ KINDS: list[tuple[Any, list[Any], list[Any]]] = [
     ({"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 5, "maximum": 9}]}, [None, 7], [4, "7"]),
     ({"oneOf": [{"const": 1}, {"type": "string", "maxLength": 2}]}, [1, "ab"], [2, "abc"]),
     ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, [3, 5], [2, 6, "4"]),
-    (
-        {
-            "$ref": "#/$defs/tree",
-            "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
-        },
-        [[], [[], [[]]]],
-        [[[], [], []], [1], None],
-    ),
+    ({"$ref": "#/$defs/tree", "$defs": {"tree": TREE}}, [[], [[], [[]]]], [[[], [], []], [1], None]),
     ({"$schema": DRAFT_7, "items": [{"type": "null"}], "additionalItems": False}, [[], [None]], [[1], [None, 1]]),
 ]
 REJECTED: list[Any] = [

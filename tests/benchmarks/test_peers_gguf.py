@@ -25,20 +25,15 @@ DECODER = {
     "token_embd": "language_model.embed_tokens",
     "output_norm": "language_model.norm",
     "blk.1.attn_norm": "language_model.layers.1.input_layernorm",
-    "blk.1.attn_q": "language_model.layers.1.self_attn.q_proj",
     "blk.2.attn_k": "language_model.layers.2.self_attn.k_proj",
-    "blk.1.attn_v": "language_model.layers.1.self_attn.v_proj",
     "blk.1.attn_output": "language_model.layers.1.self_attn.o_proj",
     "blk.3.ffn_norm": "language_model.layers.3.post_attention_layernorm",
-    "blk.3.ffn_gate": "language_model.layers.3.mlp.gate_proj",
-    "blk.3.ffn_up": "language_model.layers.3.mlp.up_proj",
-    "blk.3.ffn_down": "language_model.layers.3.mlp.down_proj",
 }
+DECODER |= {f"blk.1.attn_{one}": f"language_model.layers.1.self_attn.{one}_proj" for one in "qv"}
+DECODER |= {f"blk.3.ffn_{one}": f"language_model.layers.3.mlp.{one}_proj" for one in ("gate", "up", "down")}
 # Block 2 of the tower is where the second of DeepStack's mergers stands.
 QWEN3_TOWER = {
     "v.position_embd": "visual.pos_embed",
-    "v.blk.4.ln1": "visual.blocks.4.norm1",
-    "v.blk.4.ln2": "visual.blocks.4.norm2",
     "v.blk.4.attn_qkv": "visual.blocks.4.attn.qkv",
     "v.blk.1.attn_out": "visual.blocks.1.attn.proj",
     "v.blk.1.ffn_up": "visual.blocks.1.mlp.linear_fc1",
@@ -47,9 +42,10 @@ QWEN3_TOWER = {
     "mm.0": "visual.merger.linear_fc1",
     "mm.2": "visual.merger.linear_fc2",
     "v.deepstack.2.norm": "visual.deepstack_merger_list.1.norm",
-    "v.deepstack.2.fc1": "visual.deepstack_merger_list.1.linear_fc1",
-    "v.deepstack.2.fc2": "visual.deepstack_merger_list.1.linear_fc2",
 }
+for number in (1, 2):
+    QWEN3_TOWER[f"v.blk.4.ln{number}"] = f"visual.blocks.4.norm{number}"
+    QWEN3_TOWER[f"v.deepstack.2.fc{number}"] = f"visual.deepstack_merger_list.1.linear_fc{number}"
 LLAVA_TOWER = {
     "v.position_embd": "vision_tower.embeddings.position_embedding",
     "v.patch_embd": "vision_tower.embeddings.patch_embedding",

@@ -1,12 +1,16 @@
-"""The training resumes where it stopped, packs questions without leaking, and writes a checkpoint that exports."""
+"""The training of the pocket LLaVA and of its tower with outliers resumes, and leaks nothing between questions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
@@ -16,18 +20,14 @@ from pocket_training.batches import pictures, turns
 from pocket_training.decoding import Sight, answer_loss, read, right_turns
 from pocket_training.lessons import draw_questions
 from pocket_training.losses import tower_states
-from pocket_training.recipes import RECIPES
+from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers
+from pocket_training.recipes import POCKET, RECIPES
 from pocket_training.stages import Stage
 from sinkprune.demo.questions import KINDS
 from sinkprune.demo.scenes import Scene, make_scene
 from train_pocket_model import Training
 
 RECIPE = RECIPES["llava"]
-STAGES = (
-    Stage("vision", 1, 2, (1e-3, 1e-3)),
-    Stage("sparse", 1, 2, (1e-3, 5e-4), questions=3, visual_tokens=40),
-    Stage("whole", 1, 2, (5e-4, 0.0), questions=3),
-)
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +43,6 @@ def model() -> LlavaForConditionalGeneration:
 
 def sight(model: LlavaForConditionalGeneration, picture: Image.Image, scene: Scene) -> Sight:
     return RECIPE.see(model, RECIPE.new_probe(model), [(scene, picture)], 256, 0).sight
-
-
-def parameters(training: Training) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in training.model.parameters()])
-
-
-@pytest.mark.slow
-def test_a_resumed_training_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
-    unbroken = Training(tmp_path / "unbroken.pt", RECIPE)
-    started = parameters(unbroken)
-    unbroken.run(STAGES)
-    Training(tmp_path / "broken.pt", RECIPE).run(STAGES[:2])
-    resumed = Training(tmp_path / "broken.pt", RECIPE)
-    assert resumed.step == 2
-    resumed.run(STAGES)
-    assert resumed.step == 3
-    # Threads add in any order, and Adam's first steps make a whole step of a gradient's last bit.
-    astray = torch.linalg.norm(parameters(resumed) - parameters(unbroken))
-    assert astray < 0.05 * torch.linalg.norm(parameters(unbroken) - started)
-    assert resumed.tokenizer.to_str() == unbroken.tokenizer.to_str()
-    names = dict(unbroken.model.named_parameters())
-    before = dict(Training(tmp_path / "fresh.pt", RECIPE).model.named_parameters())
-    # Nothing reads the tower's own output norm: LLaVA takes hidden states.
-    assert all(("post_layernorm" in name) == torch.equal(before[name], names[name]) for name in names)
 
 
 def test_turns_see_the_picture_and_themselves_only(
@@ -109,3 +85,49 @@ def test_the_checkpoint_has_the_trained_features_and_the_turns_of_the_training(
     after = tokenizer.encode(pocket_model.DIALOGUE.after.format("Is there a red star?"), add_special_tokens=False).ids
     assert [*before, pocket_model.IMAGE, *after][-len(rendered) :] == rendered
     assert rendered[-len(after) :] == after
+
+
+TUNED = RECIPES["llava-outliers"]
+MOST = 1.6
+
+
+@given(
+    arrays(np.float32, (2, 9), elements=st.sampled_from([0.0, 0.5, 1.0, 1.5, 1.7, 4.0, 5.0, 6.0])),
+    arrays(np.bool_, (2, 9), elements=st.booleans()),
+)
+def test_the_norm_loss_is_that_of_the_rule(norms: np.ndarray, background: np.ndarray) -> None:
+    below, above = [], 0.0
+    chosen = outliers(torch.from_numpy(norms), torch.from_numpy(background))
+    for row, picks in enumerate(chosen.tolist()):
+        open_to = sorted(np.where(background[row], norms[row], 0.0), reverse=True)
+        assert (
+            sorted((norms[row, i] if background[row, i] else 0.0 for i in picks), reverse=True) == open_to[:OUTLIERS]
+        )
+        below += [max(0.0, NORM - norms[row, i]) ** 2 for i in picks]
+        above += sum(max(0.0, norms[row, i] - MOST) ** 2 for i in range(9) if i not in picks)
+    expected = sum(below) / len(below) + above / 2
+    assert norm_loss(torch.from_numpy(norms), chosen).item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_the_tuning_starts_from_the_demo_and_resumes(tmp_path: Path) -> None:
+    drawn = make_scene("validation", 0)
+    seen = pictures([drawn])
+    saved = LlavaForConditionalGeneration.from_pretrained(POCKET, dtype=torch.float32)
+    training = Training(tmp_path / "state.pt", TUNED)
+    assert isinstance(training.probe, OutlierProbe)
+    assert training.tokenizer.to_str() == Tokenizer.from_file(str(POCKET / "tokenizer.json")).to_str()
+    with torch.no_grad():
+        features = saved.get_image_features(seen.pixels).pooler_output[0]
+        sight = TUNED.see(training.model, training.probe, [drawn], 256, 0).sight
+        assert torch.allclose(sight.tokens[0], features, atol=1e-3)
+        questions = TUNED.ask(drawn[0], Random(0), 8, ("existence-random", "colour", "shape"))
+        asked = turns([questions], training.tokenizer, TUNED.dialogue)
+        assert all(right_turns(read(training.model, sight, asked), asked)[0])
+
+    stages = [Stage("outliers", 2, 1, (1e-4, 1e-4), 2, kinds=tuple(KINDS))]
+    training.run(stages[:1])
+    resumed = Training(tmp_path / "state.pt", TUNED)
+    assert resumed.step == 2
+    parameters = zip(resumed.model.parameters(), training.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in parameters)
+    assert any(not torch.equal(value, saved.state_dict()[name]) for name, value in resumed.model.state_dict().items())

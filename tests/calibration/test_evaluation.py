@@ -21,7 +21,7 @@ from sinkprune.calibration.evaluation.replies import (
     collect_replies,
     evaluation_report,
 )
-from sinkprune.calibration.evaluation.statistics import Interval, Mean, PictureBootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.statistics import Mean, PictureBootstrap, relative_accuracy, wilson
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.errors import BudgetError, PromptError
 from sinkprune.contract.precision import WeightForms
@@ -76,24 +76,22 @@ class FakePipeline:
         )
 
 
+def item(name: str, kind: str, words: str) -> Item:
+    """A question about a picture of its own."""
+    question = Question(name, kind, words, ("yes",))
+    return Item(question, f"grey {name}", lambda: Image.new("RGB", (8, 6)), PictureFacts((8, 6)))
+
+
 def items(count: int) -> list[Item]:
-    """Questions "0", "1", ..., every third about reading, each about a picture of its own."""
-    return [
-        Item(
-            Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
-            f"grey {number}",
-            lambda: Image.new("RGB", (8, 6)),
-            PictureFacts((8, 6)),
-        )
-        for number in range(count)
-    ]
+    """Questions "0", "1", ..., every third about reading."""
+    return [item(f"q{n}", "reading" if n % 3 == 0 else "counting", str(n)) for n in range(count)]
+
+
+RUN = {"task": "own.jsonl", "blind": False, "planted_outliers": False, "max_new_tokens": 8}
 
 
 def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combination]) -> Any:
-    replies = collect_replies(pipeline, questions, combinations)
-    return evaluation_report(
-        pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8
-    )
+    return evaluation_report(pipeline, collect_replies(pipeline, questions, combinations), [], **RUN)
 
 
 def test_combinations_take_turns_question_by_question() -> None:
@@ -105,13 +103,8 @@ def test_combinations_take_turns_question_by_question() -> None:
     assert all(set(turn) == {BASELINE, SINK, FASTV} for turn in rounds)
     assert [turn[0] for turn in rounds] == [BASELINE, SINK, FASTV, BASELINE]
     assert {budget for _, method, budget in pipeline.asked if method == "fastv"} == {"retain-64"}
-
-
-def test_each_combination_is_warmed_up_once_and_that_does_not_count() -> None:
-    pipeline = FakePipeline(lambda prompt, budget: True)
-    result = run(pipeline, items(4), [SINK, FASTV])
-    assert [budget for _, _, budget in pipeline.asked[:3]] == ["none", "retain-64", "retain-64"]
-    assert len(pipeline.asked) == 3 + 4 * 3
+    # Warm-ups, which are slow, do not count.
+    result = run(FakePipeline(lambda prompt, budget: True), items(4), [SINK, FASTV])
     assert (result.none.ttft_ms, result.none.prefill_ms) == (Spread(1.5, 3.0), Spread(0.75, 1.5))
     assert result.none.latency_ms == Spread(3.0, 6.0)
 
@@ -143,24 +136,17 @@ def test_accuracy_relative_kinds_and_tokens() -> None:
 
 
 def test_a_question_that_fails_is_named() -> None:
-    question = Item(
-        Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)), PictureFacts((8, 6))
-    )
     with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
-        collect_replies(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
-
-
-def test_all_of_the_bundle_is_the_default_and_gaps_are_unreachable() -> None:
-    reachable, unreachable = choose_combinations(FakeManifest(), [], [])
-    assert reachable == [SINK, ("sinkpruner", "retain-32"), FASTV, ("random", "retain-32")]
-    assert unreachable == [("fastv", "retain-32"), ("random", "retain-64")]
+        asked = [*items(1), item("q9", "all", "too long")]
+        collect_replies(FakePipeline(lambda prompt, budget: True), asked, [SINK])
 
 
 def test_chosen_combinations() -> None:
-    assert choose_combinations(FakeManifest(), ["fastv", "fastv"], ["none", "retain-64", "retain-64"]) == (
-        [FASTV],
-        [],
-    )
+    reachable, unreachable = choose_combinations(FakeManifest(), [], [])
+    assert reachable == [SINK, ("sinkpruner", "retain-32"), FASTV, ("random", "retain-32")]
+    assert unreachable == [("fastv", "retain-32"), ("random", "retain-64")]
+    twice = choose_combinations(FakeManifest(), ["fastv", "fastv"], ["none", "retain-64", "retain-64"])
+    assert twice == ([FASTV], [])
     assert choose_combinations(FakeManifest(), ["fastv"], ["none"]) == ([], [])
     with pytest.raises(BudgetError, match=r"no budget 'retain-1'; .*It holds: none, retain-64, retain-32"):
         choose_combinations(FakeManifest(), [], ["retain-64", "retain-1"])
@@ -179,9 +165,7 @@ def test_methods_are_compared_with_the_first_by_picture() -> None:
         for reply in replies
         for number in [int(reply.id[1:])]
     ]
-    result = evaluation_report(
-        pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8
-    )
+    result = evaluation_report(pipeline, replies, [], **RUN)
     # Each picture has two of four.
     assert result.pictures == 10
     assert result.methods["fastv"]["retain-64"].versus_first == Mean(0.5, pytest.approx((0.5, 0.5)))
@@ -213,11 +197,6 @@ def test_relative_accuracy() -> None:
     assert relative_accuracy(np.ones(5, bool), base) == 1.25
 
 
-def paired_bootstrap(right: np.ndarray, base: np.ndarray, seed: int = 0) -> Interval | None:
-    """The interval where each question has a picture of its own."""
-    return PictureBootstrap([*map(str, range(len(base)))], seed).relative(right, base)
-
-
 def test_the_bootstrap_equals_all_resamples_of_a_small_set() -> None:
     right, base = np.array([True, False, True, False]), np.array([True, True, False, True])
     ratios = [
@@ -225,7 +204,9 @@ def test_the_bootstrap_equals_all_resamples_of_a_small_set() -> None:
         for chosen in product(range(4), repeat=4)
         if any(base[i] for i in chosen)
     ]
-    assert paired_bootstrap(right, base) == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.02)
+    # Each question has a picture of its own.
+    found = PictureBootstrap([*"0123"]).relative(right, base)
+    assert found == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.02)
 
 
 def test_pictures_are_resampled_with_all_their_questions() -> None:

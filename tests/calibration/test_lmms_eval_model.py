@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -145,11 +144,6 @@ def test_what_a_bundle_cannot_do_is_refused(model: Any) -> None:
         model.loglikelihood([])
     with pytest.raises(UsageError, match="single round"):
         model.generate_until_multi_round([])
-
-
-def test_the_harness_finds_the_model_by_its_entry_point() -> None:
-    (found,) = entry_points(group="lmms_eval.models", name="sinkprune")
-    assert found.value == f"{MODULE}:manifest"
 
 
 @pytest.mark.harness

@@ -88,12 +88,8 @@ def test_planted_outliers_leave_what_else_a_tower_gives(
 
 
 @given(
-    st.integers(20, 1000),
-    st.integers(1, 50),
-    st.integers(1, 6),
-    st.floats(2.5, 40),
-    st.floats(0.01, 300),
-    st.integers(0, 2**32 - 1),
+    *(st.integers(20, 1000), st.integers(1, 50), st.integers(1, 6)),
+    *(st.floats(2.5, 40), st.floats(0.01, 300), st.integers(0, 2**32 - 1)),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_budget_with_the_suggested_rho_takes_out_what_was_planted(
@@ -120,22 +116,17 @@ def test_without_outliers_none_are_suggested(tokens: int, groups: int, scale: fl
     assert reason.startswith("remove no token") and "keep-outliers" in reason
 
 
-def test_more_than_a_twentieth_are_no_outliers() -> None:
+def test_a_gap_has_its_least_width_and_height_and_few_outliers_above() -> None:
     assert find_gap(np.array([1.0] * 94 + [5.0] * 6)) is None
     assert find_gap(np.array([1.0] * 95 + [5.0] * 5)) == (5, 1.0, 5.0)
-
-
-def test_a_gap_has_its_least_width_and_height() -> None:
     bulk = np.ones(99)
     assert find_gap(np.append(bulk, OUTLIER)) == (1, 1.0, OUTLIER)
     assert find_gap(np.append(bulk, OUTLIER - 0.01)) is None
     bulk[-1] = 1.9
     assert find_gap(np.append(bulk, 1.9 * GAP)) == (1, 1.9, pytest.approx(1.9 * GAP))
     assert find_gap(np.append(bulk, 1.9 * GAP - 0.01)) is None
-
-
-def test_half_of_the_groups_must_have_one() -> None:
+    # Half of the groups must have one.
     plain, with_one = np.ones(100), np.array([1.0] * 99 + [4.0])
     assert suggest_rho([plain, with_one, plain])[0] == 0
-    assert suggest_rho([plain, with_one])[0] == 5
-    assert "1 of 2 groups" in suggest_rho([plain, with_one])[1]
+    per_mille, reason = suggest_rho([plain, with_one])
+    assert per_mille == 5 and "1 of 2 groups" in reason

@@ -1,1 +1,1 @@
-"""Measuring a model to pick its numbers: norms, schedules, quantisation. May import everything else."""
+"""Measuring a model to pick its numbers: norms, attention, quantisation. May import everything else."""

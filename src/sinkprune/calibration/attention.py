@@ -6,7 +6,7 @@ head that looks at salient tokens, at sink tokens or at fixed places does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -28,23 +28,30 @@ from sinkprune.runtime.steps.decoding import Kept, Prefill
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
+def _head_weights(query: Array, key: Array, text: Array, *, causal: bool = False) -> Iterator[Array]:
+    """Yield each head's attention [L,K] in fp64: the softmax over visible keys of the rows `text` [L].
+
+    `query` [1,H,S,h] and `key` [1,Hkv,K,h] are of one layer, both after RoPE. If L is 0, the last row stands for the
+    text, as in the text-guided stages (method.md section 2). No more than [L,K] is in memory.
+    """
+    text = text if len(text) else np.array([query.shape[2] - 1])
+    hidden = np.arange(key.shape[2]) > text[:, None] if causal else False
+    repeats = query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        queries, keys = query[0, head, text].astype(np.float64), key[0, head // repeats].astype(np.float64)
+        logits = np.where(hidden, -np.inf, queries @ keys.T * query.shape[3] ** -0.5)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        yield weights / weights.sum(axis=1, keepdims=True)
+
+
 def received_by_head(query: Array, key: Array, rows: PromptRows, *, both_ways: bool | None) -> Array:
     """Return [H,V]: the attention of each head's queries [1,H,S,h] to keys [1,Hkv,S,h], after RoPE.
 
     A softmax over visible keys, then the mean over text rows. Without text after the last picture, the last row
     stands for it. With `both_ways` all keys are visible.
     """
-    text = rows.text if len(rows.text) else np.array([rows.length - 1])
-    query, key = query[0][:, text], key[0]
-    heads, _, size = query.shape
-    received = np.zeros((heads, key.shape[1]))
-    hidden = (np.arange(key.shape[1]) > text[:, None]) & (not both_ways)
-    for head in range(heads):
-        logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
-        logits[hidden] = -np.inf
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        received[head] = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
-    return received[:, rows.visual]
+    weights = _head_weights(query, key, rows.text, causal=not both_ways)
+    return np.stack([own.mean(axis=0)[rows.visual] for own in weights])
 
 
 def text_attention(query: Array, key: Array, visual: Array, text: Array) -> tuple[float, Array]:
@@ -55,26 +62,11 @@ def text_attention(query: Array, key: Array, visual: Array, text: Array) -> tupl
     after the last visual row and attend to all visual rows.
 
     `query` [1,H,S,h] and `key` [1,Hkv,S,h] are of one layer, both after RoPE.
-    `visual` [V] and `text` [L] are rows of them, V at least 1. If L is 0, the last row stands for the text, as in the
-    text-guided stages (method.md section 2).
+    `visual` [V] and `text` [L] are rows of them, V at least 1. If L is 0, the last row stands for the text.
     """
-    heads, rows, width = query.shape[1:]
-    text = text if len(text) else np.array([rows - 1])
-    repeats = heads // key.shape[1]
-    entropy, mean = 0.0, np.zeros(len(visual))
-    # Head by head: no more than [L,V] is in memory.
-    for head in range(heads):
-        queries = query[0, head, text].astype(np.float64)
-        keys = key[0, head // repeats, visual].astype(np.float64)
-        logits = queries @ keys.T * width**-0.5
-        logits -= logits.max(axis=1, keepdims=True)
-        weights = np.exp(logits)
-        totals = weights.sum(axis=1, keepdims=True)
-        weights /= totals
-        # ln a = logit - ln total, also where a is 0 by rounding
-        entropy += float((np.log(totals[:, 0]) - (weights * logits).sum(axis=1)).mean())
-        mean += weights.mean(axis=0)
-    return entropy / heads, mean / heads
+    found = [(_entropy(own).mean(), own.mean(axis=0)) for own in _head_weights(query, key[:, :, visual], text)]
+    entropies, means = zip(*found, strict=True)
+    return float(np.mean(entropies)), np.mean(means, axis=0)
 
 
 Figure = TypeVar("Figure")
@@ -189,6 +181,8 @@ def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination:
     """
     pictures, unpruned = ask(loaded, item, combination, watch), combination.budget == UNPRUNED
     is_sink = np.concatenate([_sink_rows(kept, unpruned=unpruned) for kept in pictures])
+    # As many of the most salient tokens of each group as were kept.
+    salient = [sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])] for kept in pictures]
     layers, alive = {}, np.arange(watch.rows.length)
     for number, segment in enumerate(loaded.bundle.manifest.segments):
         visual = np.flatnonzero(np.isin(alive, watch.rows.visual))
@@ -209,7 +203,7 @@ def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination:
     return Observation(
         rows=len(is_sink),
         sink_share=float(is_sink.mean()),
-        salience_alone=float(np.concatenate([_salience_alone(kept) for kept in pictures]).mean()),
+        salience_alone=float(np.concatenate(salient).mean()),
         last_rows=len(sinks),
         last_sink_share=float(sinks.mean()),
         layers=layers,
@@ -221,11 +215,6 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     source = kept.layout.unpruned_rows if unpruned else kept.tokens
     # Rows at the end of a line stand for no token.
     return np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
-
-
-def _salience_alone(kept: Kept) -> Array:
-    """Return which of the most salient tokens, as many of each group as were kept, are sink tokens."""
-    return sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])]
 
 
 _SHARE_OF_LARGEST = 0.5
@@ -282,10 +271,9 @@ def choose_heads(
             ask(loaded, item, BASELINE, watch)
             for number, layer in enumerate(manifest.cut_after):
                 if layer in wanted:
-                    query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
-                    looks.setdefault(str(layer), []).append(
-                        received_by_head(query, key, watch.rows, both_ways=manifest.both_ways)
-                    )
+                    tensors = watch.queries_and_keys[f"decoder_{number}"]
+                    received = received_by_head(*tensors, watch.rows, both_ways=manifest.both_ways)
+                    looks.setdefault(str(layer), []).append(received)
             count()
         for name, own in looks.items():
             total[name] = total.get(name, np.zeros(1)) + question_dependence(np.stack(own))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,28 +65,19 @@ MOST = 0.05
 """The largest share of outliers in a group: five times the paper's share."""
 
 
-class OutlierGap(NamedTuple):
-    """The gap between one group's outliers and its other tokens; norms in medians of the group."""
-
-    outliers: int
-    below: float
-    """The largest norm of the others."""
-    above: float
-    """The smallest norm of the outliers."""
-
-
-def find_gap(norms: Array) -> OutlierGap | None:
+def find_gap(norms: Array) -> tuple[int, float, float] | None:
     """Return the lowest gap among the largest norms of one group [N], or None.
 
-    A gap is below a token with a norm of at least `OUTLIER` medians and at least `GAP` times the next smaller norm.
-    At most a share of `MOST` of the tokens, or one token, is above the gap.
+    That is the number of outliers, and the norms below the gap and above it, in medians of the group. A gap is below
+    a token with a norm of at least `OUTLIER` medians and at least `GAP` times the next smaller norm. At most a share
+    of `MOST` of the tokens, or one token, is above the gap.
     """
     ordered = np.sort(norms) / np.median(norms)
     most = min(max(1, int(MOST * ordered.size)), ordered.size - 1)
     for place in range(ordered.size - most, ordered.size):
         below, above = float(ordered[place - 1]), float(ordered[place])
         if above >= OUTLIER and above >= GAP * below:
-            return OutlierGap(ordered.size - place, below, above)
+            return ordered.size - place, below, above
     return None
 
 
@@ -98,22 +88,21 @@ def suggest_rho(norms: Sequence[Array]) -> tuple[int, str]:
     per mille, because a budget rounds its count up. Groups of up to 1000 tokens with as many outliers each lose
     exactly those.
     """
-    found = [find_gap(group) for group in norms]
-    gaps = [gap for gap in found if gap is not None]
+    gaps = [gap for group in norms if (gap := find_gap(group))]
     where = f"outliers in {len(gaps)} of {len(norms)} groups of tokens"
     if 2 * len(gaps) < len(norms):
         rule = (
             f"norms of {OUTLIER:g} medians or more, {GAP:g} times the next, of at most {100 * MOST:g} % of the tokens"
         )
         return (0, f"remove no token (budgets with +keep-outliers); found {where} ({rule}).")
-    share = sum(gap.outliers for gap in gaps) / sum(group.size for group in norms)
+    outliers, below, above = zip(*gaps, strict=True)
+    share = sum(outliers) / sum(group.size for group in norms)
     per_mille = max(1, int(1000 * share))
-    below, above = (float(np.median([getattr(gap, side) for gap in gaps])) for side in ("below", "above"))
     options = f"with +rho-{per_mille}" if per_mille != 10 else "as they are"
     return (
         per_mille,
         f"rho {per_mille / 10:g} % (budgets {options}); found {where}, {100 * share:.2f} % of all tokens, above a "
-        f"gap from {below:.1f} to {above:.1f} medians.",
+        f"gap from {np.median(below):.1f} to {np.median(above):.1f} medians.",
     )
 
 

@@ -7,7 +7,7 @@ if matplotlib is missing.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import cycle, product
 from pathlib import Path
@@ -26,7 +26,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.quantising.quantise import QuantisationReport
+    from sinkprune.calibration.quantise import QuantisationReport
 
 _SIDE = 3.6
 """Inches of a panel's longer side."""
@@ -38,36 +38,21 @@ _DECADES = 1e3
 """The range of the attention's scale: few tokens receive most of the attention."""
 
 
-class HeatmapFolder:
-    """Writes heat maps into a folder, until one cannot be written: what is measured meanwhile is kept."""
+def write_heatmaps(folder: Path, maps: Iterable[tuple[Path, str, TokenFeatures]]) -> None:
+    """Write heat maps, each to its file in `folder` with its title, and print a line about the folder.
 
-    def __init__(self, folder: Path) -> None:
-        self._made = not folder.exists()
-        make_folder(folder)
-        self.folder = folder
-        self._refused: Exception | None = None
-
-    def draw(self, file: Path, features: TokenFeatures, title: str) -> None:
-        """Write the heat maps of a picture to `file` in the folder, unless an earlier one could not be written."""
-        if self._refused is None:
-            try:
-                write_whole(file, draw_heatmaps(features, title))
-            except Exception as error:
-                self._refused = error
-
-    def end(self) -> None:
-        """Print a line about the folder; or raise the error of a heat map, and leave no empty folder."""
-        if self._refused is None:
-            note_written(self.folder)
-            return
-        self.remove_empty()
-        raise self._refused
-
-    def remove_empty(self) -> None:
-        """Remove the folder if it was made here and no heat map was drawn."""
-        if self._made:
+    If none can be written, no new folder stays. Raises what `write_whole` and `draw_heatmaps` raise.
+    """
+    made = not folder.exists()
+    make_folder(folder)
+    try:
+        for file, title, features in maps:
+            write_whole(file, draw_heatmaps(features, title))
+    finally:
+        if made:
             with suppress(OSError):
-                self.folder.rmdir()
+                folder.rmdir()
+    note_written(folder)
 
 
 def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
@@ -139,7 +124,6 @@ _NAME_GAP = 0.026
 
 
 def _new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure, in inches, and the axes of its columns."""
     figure = import_matplotlib()(figsize=(width, height), layout="constrained")
     panels = figure.subplots(1, columns, squeeze=False)[0]
     for axes in panels:
@@ -272,7 +256,6 @@ def _draw_shares(axes: Any, runs: dict[str, RunMeans]) -> None:
 
 
 def _draw_entropies(axes: Any, runs: dict[str, RunMeans]) -> None:
-    """Draw the entropies of each run layer by layer, with a mark for a uniform attention."""
     layers = list(next(iter(runs.values())).layers)
     for number, layer in enumerate(layers):
         colour, shift = _COLOURS[number % len(_COLOURS)], 0.12 * (number - (len(layers) - 1) / 2)

@@ -33,7 +33,7 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.policies.policy import Policy
-from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory, load_pipeline
+from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory
 from sinkprune.runtime.commands.reports import NO_QUESTION, add_report_options, check_report_options, name_list
 from sinkprune.runtime.commands.run import note_files, note_many_pictures
 from sinkprune.runtime.families import Family, load_family
@@ -42,15 +42,12 @@ from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, file_facts, picture_facts
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.decoding import Kept
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The suffixes of a folder's picture files."""
 LIMIT = WholeNumber("--limit", 1, 10**9)
 OWN_TEST_SETS = f"or a test set of this package: {', '.join(TEST_SETS)} (default: {SCENES})"
-PICTURES = 8
-"""Pictures that a search for a schedule measures; the attention of a plan differs little between pictures."""
 Loaded = Pipeline | Policy
 Sample = Item | Moment
 Measured = TypeVar("Measured")
@@ -103,12 +100,6 @@ def check_unpruned_memory(
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError` and `ImageError`."""
     method, family = next(iter(bundle.manifest.plans)), load_family(bundle.manifest, options.fit)
     check_memory(options, bundle, [*map(family.layout, pictures)], method, [UNPRUNED], prompt, new_tokens)
-
-
-def load_measured(options: Options, bundle: Bundle, wrap: Wrap) -> Loaded:
-    """Load `bundle` on the chosen backend, with progress on stderr; `wrap` may replace each engine."""
-    acts = bundle.manifest.policy
-    return Policy.load(bundle, wrap=wrap, **options.loading) if acts else load_pipeline(options, bundle, wrap)
 
 
 def note_items(family: Family, items: Iterable[Item]) -> list[str]:

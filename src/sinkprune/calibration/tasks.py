@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from PIL import Image
 
@@ -105,14 +105,7 @@ class Item:
         return replace(self, question=other.question)
 
 
-class _Sample(Protocol):
-    @property
-    def id(self) -> str: ...
-    @property
-    def picture(self) -> str: ...
-
-
-Asked = TypeVar("Asked", bound=_Sample)
+Asked = TypeVar("Asked", "Item", "Moment")
 Line = TypeVar("Line", _QuestionLine, _MomentLine)
 
 
@@ -140,7 +133,7 @@ def items_by_picture(items: Iterable[Asked]) -> list[list[Asked]]:
     groups: dict[str, list[Asked]] = {}
     for item in items:
         groups.setdefault(item.picture, []).append(item)
-    return [*groups.values()]
+    return list(groups.values())
 
 
 @contextmanager
@@ -274,7 +267,6 @@ def _choice(choice: Any, options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _letter(answer: str | int | tuple[str, ...], options: tuple[str, ...]) -> str:
-    """Return the letter of the right option, from its letter, text or 0-based number."""
     letters = string.ascii_uppercase[: len(options)]
     names = enumerate(zip(letters, options, strict=True))
     meant = [letter for number, (letter, option) in names if answer in (letter, option, number)]

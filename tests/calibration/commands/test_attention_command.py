@@ -1,4 +1,4 @@
-"""`sinkprune-calibrate attention` from end to end on small bundles and real pictures."""
+"""`sinkprune-calibrate attention` from end to end: on questions about photos, and on moments of a robot policy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import ActionReport, Pipeline, Policy
 from sinkprune.calibration.attention import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination
@@ -24,6 +25,7 @@ from support.models.tasks import write_task
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
+ATTENTION = ("sinkprune-calibrate", "attention")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_without_a_limit_it_takes_some_pictures_and_prints_a_note(
     assert attention._PICTURES == 50
     monkeypatch.setattr(attention, "_PICTURES", 1)
     report = tmp_path / "attention.json"
-    ask = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "retain-64")
+    ask = (*ATTENTION, bundle("gqa-112"), "--data", questions, "--budgets", "retain-64")
     outcome = run(*ask, "--json", report)
     said = "takes the 2 questions about the first 1 pictures, of 3 questions; --limit 3 takes all\n"
     assert (outcome.code, without_notes(outcome.stderr)) == (0, said + wrote(report))
@@ -52,25 +54,20 @@ def test_without_a_limit_it_takes_some_pictures_and_prints_a_note(
 def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_path: Path) -> None:
     files = tmp_path / "attention.json", tmp_path / "attention.png"
     chosen = "--data", questions, "--budgets", "retain-192,retain-64"
-    outcome = run(
-        "sinkprune-calibrate", "attention", bundle("gqa-112"), *chosen, "--json", files[0], "--plot", files[1]
-    )
+    outcome = run(*ATTENTION, bundle("gqa-112"), *chosen, "--json", files[0], "--plot", files[1])
     assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(*files[::-1]))
     report = json.loads(files[0].read_text())
     assert (report["questions"], report["pictures"], report["outlier_per_mille"]) == (3, 2, 10)
     sample, unseen = report["warnings"]
     assert "2 pictures" in sample and "a part of the picture in 3 of 3 questions" in unseen
-    assert sample in outcome.stdout and unseen in outcome.stdout
-    assert {method: [*budgets] for method, budgets in report["methods"].items()} == {
-        "sinkpruner": ["retain-192", "retain-64"]
-    }
+    assert [*report["methods"]] == ["sinkpruner"] and [*report["methods"]["sinkpruner"]] == [
+        "retain-192",
+        "retain-64",
+    ]
     watch = AttentionObserver()
     pipeline = Pipeline.load(bundle("gqa-112"), wrap=watch.wrap)
-    runs = {
-        BASELINE: report["none"],
-        Combination("sinkpruner", "retain-64"): report["methods"]["sinkpruner"]["retain-64"],
-    }
-    for pair, told in runs.items():
+    pruned = Combination("sinkpruner", "retain-64")
+    for pair, told in ((BASELINE, report["none"]), (pruned, report["methods"]["sinkpruner"]["retain-64"])):
         seen = [observe(pipeline, watch, item, pair) for item in load_task(str(questions))]
         assert told["rows"] == seen[0].rows
         assert told["sink_share"]["mean"] == pytest.approx(sum(s.sink_share for s in seen) / 3)
@@ -93,7 +90,7 @@ def test_chosen_heads_go_from_the_command_to_a_plan(
     bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
 ) -> None:
     heads = tmp_path / "heads.json"
-    measure = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "none")
+    measure = (*ATTENTION, bundle("gqa-112"), "--data", questions, "--budgets", "none")
     outcome = run(*measure, "--heads", heads)
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.endswith(wrote(heads))
@@ -108,22 +105,122 @@ def test_chosen_heads_go_from_the_command_to_a_plan(
         assert exported.code == 0, exported.stderr
         plan = read_bundle(tmp_path / method).manifest.plans[method]["retain-64"]
         assert plan.heads == {layer: own.chosen for layer, own in found.layers.items()}
-    # With a report, the heads are the same, and stdout is JSON alone.
-    again = run(*measure, "--heads", heads, "--json")
-    assert json.loads(again.stdout)["questions"] == 3 and read_heads(heads) == found
 
 
 def test_heads_need_own_questions_that_differ_and_the_cuts_of_sinkpruner(
     bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
 ) -> None:
     heads = ("--heads", tmp_path / "heads.json")
-    measure = ("sinkprune-calibrate", "attention")
-    assert_refused(run(*measure, bundle("gqa-112"), *heads), "the test set")
+    assert_refused(run(*ATTENTION, bundle("gqa-112"), *heads), "the test set")
     asked = ("--data", questions)
-    assert_refused(run(*measure, bundle("gqa-112"), *asked, "--limit", 1, *heads), "all questions are the same")
-    assert_refused(run(*measure, bundle("gqa-112"), *asked, "--heads", tmp_path / "heads.txt"), ".json")
+    assert_refused(run(*ATTENTION, bundle("gqa-112"), *asked, "--limit", 1, *heads), "all questions are the same")
+    assert_refused(run(*ATTENTION, bundle("gqa-112"), *asked, "--heads", tmp_path / "heads.txt"), ".json")
     request = ExportRequest(str(checkpoint("gqa-112")), ("retain-192",), ("uniform",))
     export_bundle(request, tmp_path / "uniform")
-    refused = run(*measure, tmp_path / "uniform", *asked, *heads)
+    refused = run(*ATTENTION, tmp_path / "uniform", *asked, *heads)
     assert_refused(refused, "heads of layers 1, 2, 4", "cut after layers none", "--methods sinkpruner")
     assert not heads[1].exists()
+
+
+STATE = [0.5] * 5
+MOMENTS = (
+    (("a.png", "b.png"), "pick up the cup"),
+    (("a.png", "b.png"), "put the red block into the box"),
+    (("b.png", None), "pick up the cup"),
+    (("c.png", "a.png"), "open the door"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small policy that is not calibrated, next to a file of moments."""
+    root = tmp_path_factory.mktemp("policy")
+    plans = ("prune-66.7", "prune-88.9"), ("sinkpruner", "random")
+    export_bundle(ExportRequest(str(checkpoint("pi0")), *plans, max_images=2), root / "bundle")
+    for number, name in enumerate(("a.png", "b.png", "c.png")):
+        photo.crop((60 * number, 20, 60 * number + 240, 220)).save(root / name)
+    lines = [{"cameras": list(names), "instruction": words, "state": STATE} for names, words in MOMENTS]
+    (root / "moments.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return root
+
+
+def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[ActionReport]:
+    """What the policy does at each moment."""
+    found = []
+    for names, words in MOMENTS:
+        cameras = [None if name is None else folder / name for name in names]
+        found.append(policy.act(cameras, words, STATE, method=method, budget=budget, steps=1))
+    return found
+
+
+def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
+    """`random` keeps the sink token of one camera and not of another, so a camera that is left out shows."""
+    options = ("--methods", "sinkpruner,random", "--budgets", "prune-66.7", "--json")
+    outcome = run(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert (found["questions"], found["pictures"], found["outlier_per_mille"]) == (4, 3, 10)
+    policy = Policy.load(folder / "bundle")
+    for method, budget, run_means in (
+        ("sinkpruner", "none", found["none"]),
+        *((method, "prune-66.7", found["methods"][method]["prune-66.7"]) for method in ("sinkpruner", "random")),
+    ):
+        shares, rows, alone, last, unequal = [], [], [], [], False
+        reports = acted(policy, folder, method, budget)
+        for report in reports:
+            marked, survived, salient = [], [], []
+            for kept in report.images:
+                # One token of 64 is a sink token: that of the largest norm.
+                own = kept.index.ravel() == np.argmax(kept.norms[0])
+                marked += own.tolist()
+                stages = kept.after_stage
+                survived += own[stages[max(stages)]].tolist() if stages else own.tolist()
+                top = np.argsort(-kept.salience[0], kind="stable")[: kept.index.size]
+                salient += (top == int(np.argmax(kept.norms[0]))).tolist()
+            unequal |= len({np.argmax(kept.norms[0]) in kept.index for kept in report.images}) > 1
+            for figures, of in ((shares, marked), (last, survived), (alone, salient)):
+                figures.append(np.mean(of))
+            rows.append(len(marked))
+        assert unequal == (method == "random")
+        for name, expected in (("sink_share", shares), ("last_sink_share", last), ("salience_alone", alone)):
+            assert run_means[name]["mean"] == pytest.approx(np.mean(expected))
+        assert run_means["rows"] == pytest.approx(np.mean(rows))
+        tokens = np.mean([report.tokens_per_layer for report in reports], axis=0)
+        assert run_means["last_rows"] == pytest.approx(tokens[-1])
+        assert [*map(int, run_means["layers"])] == list(policy.bundle.manifest.cut_after)
+        for layer, figures in run_means["layers"].items():
+            assert figures["rows"] == pytest.approx(tokens[int(layer)])
+            assert 0 < figures["entropy"]["mean"] <= figures["entropy_of_mean"]["mean"] <= figures["uniform"] + 1e-9
+
+
+def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    heads, data = tmp_path / "heads.json", folder / "moments.jsonl"
+    outcome = run(*ATTENTION, folder / "bundle", "--data", data, "--budgets", "none", "--heads", heads)
+    assert outcome.code == 0, outcome.stderr
+    chosen = read_heads(heads)
+    manifest = read_bundle(folder / "bundle").manifest
+    assert {*map(int, chosen.layers)} <= {*manifest.cut_after}
+    assert all(len(each.question_dependence) == manifest.language_model.num_heads for each in chosen.layers.values())
+    assert any(each.chosen for each in chosen.layers.values())
+    request = ExportRequest(
+        str(checkpoint("pi0")), ("prune-66.7",), ("sinkpruner-heads",), max_images=2, heads=chosen
+    )
+    export_bundle(request, tmp_path / "bundle")
+    reports = acted(Policy.load(tmp_path / "bundle"), folder, "sinkpruner-heads", "prune-66.7")
+    assert all(report.tokens_per_layer[-1] < report.visual_tokens for report in reports)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sinkprune-evaluate", "--budgets", "nope"),
+        ("sinkprune-calibrate", "norms"),
+        ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
+    ],
+)
+def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, ...], folder: Path) -> None:
+    """They do so before they read the data, which are moments."""
+    policy, (name, *words) = folder / "bundle", command
+    outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
+    found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. "
+    assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or sinkprune-act.\n")

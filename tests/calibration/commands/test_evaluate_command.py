@@ -30,9 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, pipeline: Callable[..., Pipel
         photo.save(folder / f"{name}.png")
         said = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
         lines.append({"image": f"{name}.png", "question": "What is this?", "answer": said, "kind": "known"})
-        lines.append(
-            {"image": f"{name}.png", "question": "Is it a dog?", "answer": "no dog at all", "kind": "unknown"}
-        )
+        lines.append(lines[-1] | {"question": "Is it a dog?", "answer": "no dog at all", "kind": "unknown"})
     path = folder / "task.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -47,12 +45,14 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     )
     assert outcome.code == 0, outcome.stderr
     assert without_notes(outcome.stderr) == wrote(files["answers.jsonl"], files["plot.png"], files["report.json"])
-    for words in ("sinkpruner", "retain-64", "known", "TTFT"):
-        assert words in outcome.stdout
+    rows = [line.split() for line in outcome.stdout.splitlines()]
+    none = next(row for row in rows if row[:2] == ["none", "64.0"])
+    assert none[3:9:2] == ["(1.00x)"] * 3 and none[-2:] == ["100.0", "%"]
+    low, high = wilson(2, 4)
+    assert none[-6:-2] == ["50.0", f"({100 * low:.1f}", "to", f"{100 * high:.1f})"]
+    pruned = [row for row in rows if row[1:2] == ["sinkpruner"]]
+    assert [row[0] for row in pruned] == ["retain-64", "retain-32"]
     report = json.loads(files["report.json"].read_text())
-    fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens"}
-    fields |= {"ttft_ms", "prefill_ms", "latency_ms", "versus_first"}
-    assert set(report["none"]) == fields
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
     assert report["pictures"] == 2
     # The photos are 4:3.
@@ -62,17 +62,12 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     assert (report["none"]["accuracy"], report["none"]["relative"]) == (0.5, 1.0)
     assert report["none"]["by_kind"]["known"] == {"accuracy": 1.0, "ci95": pytest.approx([0.34238, 1]), "count": 2}
     assert report["none"]["mean_visual_tokens"] == 64
-    assert list(report["methods"]) == ["sinkpruner"]
-    assert list(report["methods"]["sinkpruner"]) == ["retain-64", "retain-32"]
     for budget in report["methods"]["sinkpruner"].values():
-        assert set(budget) == fields
         assert budget["relative"] == budget["accuracy"] / 0.5
         assert budget["mean_visual_tokens"] < 20
-        assert set(budget["ttft_ms"]) == {"median", "p95"}
         assert 0 < budget["ttft_ms"]["median"] <= budget["ttft_ms"]["p95"]
     answers = [json.loads(line) for line in files["answers.jsonl"].read_text().splitlines()]
-    assert len(answers) == 4 * 3
-    assert set(answers[0]) == {"id", "method", "budget", "reply", "right"}
+    assert len(answers) == 4 * 3 and set(answers[0]) == {"id", "method", "budget", "reply", "right"}
     base = [answer["right"] for answer in answers if answer["budget"] == "none"]
     assert base == [True, False, True, False]
     with Image.open(files["plot.png"]) as plot:
@@ -80,65 +75,40 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
-def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
-    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, "--threads", 1)
+@pytest.mark.parametrize(
+    ("options", "shown", "pixels"),
+    [
+        ((), "", None),
+        (("--blind",), "replaced by a grey one", lambda photo: Image.new("RGB", photo.size, (128, 128, 128))),
+        (("--fit", "stretch"), "--fit stretch", lambda photo: photo.resize((112, 112), Image.Resampling.BICUBIC)),
+        (("--plant-outliers",), "outliers planted", None),
+    ],
+)
+def test_options_change_what_the_model_sees(
+    options: tuple[str, ...],
+    shown: str,
+    pixels: Callable[[Image.Image], Image.Image] | None,
+    bundle: Bundles,
+    task: Path,
+    tmp_path: Path,
+    pipeline: Callable[..., Pipeline],
+) -> None:
+    files = ("--json", tmp_path / "report.json", "--answers", tmp_path / "a.jsonl")
+    words = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--limit", 3, *files, *options)
+    outcome = run("sinkprune-evaluate", *words)
     assert outcome.code == 0, outcome.stderr
-    rows = [line.split() for line in outcome.stdout.splitlines()]
-    none = next(row for row in rows if row[:2] == ["none", "64.0"])
-    assert none[3:9:2] == ["(1.00x)"] * 3 and none[-2:] == ["100.0", "%"]
-    low, high = wilson(2, 4)
-    assert none[-6:-2] == ["50.0", f"({100 * low:.1f}", "to", f"{100 * high:.1f})"]
-    assert "points more than sinkpruner" in outcome.stdout
-    pruned = [row for row in rows if row[1:2] == ["sinkpruner"]]
-    assert [row[0] for row in pruned] == ["retain-64", "retain-32"]
-    for row in pruned:
-        prefill, ttft, latency = (float(row[place]) for place in (3, 5, 7))
-        assert 0 < prefill < ttft <= latency
-
-
-def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
-    kept = {}
-    for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
-        report = tmp_path / f"{name}.json"
-        outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *flags, "--json", report)
-        assert outcome.code == 0, outcome.stderr
-        assert ("outliers planted" in outcome.stdout) == bool(flags)
-        kept[name] = json.loads(report.read_text())
-    assert (kept["plain"]["planted_outliers"], kept["planted"]["planted_outliers"]) == (False, True)
-    # The known answers are those of the tower as it is.
-    assert kept["plain"]["none"]["by_kind"]["known"]["accuracy"] == 1
-    assert kept["planted"]["none"]["by_kind"]["known"]["accuracy"] < 1
-
-
-def test_a_fit_shows_the_whole_pictures(
-    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
-) -> None:
-    arguments = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--answers", tmp_path / "answers.jsonl")
-    photo = Image.open(task.parent / "coffee.png").resize((112, 112), Image.Resampling.BICUBIC)
-    expected = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
-    for fit in (None, "stretch"):
-        flags = ("--fit", fit) if fit else ()
-        outcome = run("sinkprune-evaluate", *arguments, *flags, "--json", tmp_path / "report.json")
-        assert ("--fit stretch" in outcome.stdout) == bool(fit)
-        assert json.loads((tmp_path / "report.json").read_text())["fit"] == fit
-        first = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])["reply"]
-        assert (first == expected) == bool(fit)
-
-
-def test_blind_shows_grey_pictures_to_the_model(
-    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
-) -> None:
-    arguments = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--limit", 3)
-    outcome = run("sinkprune-evaluate", *arguments, "--blind", "--answers", tmp_path / "a.jsonl")
-    assert outcome.code == 0
-    assert "every picture replaced by a grey one" in outcome.stdout
-    replies = [json.loads(line)["reply"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert len(replies) == 3
-    grey = Image.new("RGB", (200, 150), (128, 128, 128))
-    assert replies[0] == replies[2] == pipeline("gqa-112").generate(grey, "What is this?", max_new_tokens=8).text
-    assert run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "b.jsonl").code == 0
-    seen = [json.loads(line)["reply"] for line in (tmp_path / "b.jsonl").read_text().splitlines()]
-    assert replies[0] != seen[0]
+    assert shown in outcome.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    flags = "--blind" in options, "--plant-outliers" in options, "stretch" if "stretch" in options else None
+    assert (report["blind"], report["planted_outliers"], report["fit"]) == flags
+    # The known answers are those of the pictures and of the tower as they are.
+    assert (report["none"]["by_kind"]["known"]["accuracy"] == 1) == (not options)
+    first, _, third = (json.loads(line)["reply"] for line in (tmp_path / "a.jsonl").read_text().splitlines())
+    if pixels:
+        with Image.open(task.parent / "coffee.png") as photo:
+            seen = pixels(photo)
+        assert first == pipeline("gqa-112").generate(seen, "What is this?", max_new_tokens=8).text
+    assert first == third or "--blind" not in options
 
 
 def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, tmp_path: Path) -> None:

@@ -10,23 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.demo.write_scenes import write_scenes
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]
-ONE = ("--budgets", "retain-64")
+ASKED = "--image PHOTO --prompt What? --budgets retain-64 --repeat 1 --new-tokens 2"
+DATA = "--data SCENES --limit 3"
 FREE = "Free space, or choose a place you may read and write."
 _MOST_BYTES = 64
 _MOST_OF_REPORTS = 28 << 10
 """Reports and graphs that prune have fewer bytes, and a manifest and a picture more."""
-
-
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions about two scenes."""
-    folder = tmp_path_factory.mktemp("scenes")
-    write_scenes(folder, 2, "validation")
-    return folder / "scenes.jsonl"
 
 
 @contextmanager
@@ -40,45 +32,34 @@ def full_disk(most: int = _MOST_BYTES) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("output", ["--json x.json --plot y.png"])
-def test_a_profile_is_printed(
-    output: str, bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ("--image", photo_file, "--prompt", "What?", *ONE, "--repeat", 1, "--new-tokens", 2)
-    own = bundle("gqa-112")
-    with full_disk():
-        outcome = run("sinkprune-profile", own, *words, *output.split())
-    assert outcome.code == 2 and "retain-64" in outcome.stdout
-    # Of two errors the first is printed; the plot is the first output.
-    first = output.split()[-1]
-    assert outcome.stderr.endswith(f"error: the system refused '{first}': File too large. {FREE}\n")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
-    ("words", "printed"),
+    ("command", "words", "refused", "printed"),
     [
-        (("sinkprune-evaluate", "BUNDLE", *ONE, "--answers", "x.jsonl"), "retain-64"),
-        (("sinkprune-calibrate", "attention", "BUNDLE", *ONE, "--heads", "x.json"), "retain-64"),
-        (("sinkprune-calibrate", "norms", "BUNDLE", "--json", "x.json"), "median"),
+        # Of two errors the first is printed; the plot is the first output.
+        ("profile", f"{ASKED} --json x.json --plot y.png", "y.png", "retain-64"),
+        ("evaluate", f"{DATA} --budgets retain-64 --answers x.jsonl", "x.jsonl", "retain-64"),
+        ("calibrate attention", f"{DATA} --budgets retain-64 --heads x.json", "x.json", "retain-64"),
+        ("calibrate norms", f"{DATA} --json x.json", "x.json", "median"),
     ],
-    ids=["answers", "heads", "norms"],
 )
-def test_calibrations_are_printed(
-    words: tuple[str, ...],
+def test_what_was_measured_is_printed(
+    command: str,
+    words: str,
+    refused: str,
     printed: str,
     bundle: Bundles,
     scenes: Path,
+    photo_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = bundle("gqa-112", budgets=("retain-64",))
+    (program, *verb), own = command.split(), bundle("gqa-112", budgets=("retain-64",))
+    given = words.replace("SCENES", str(scenes)).replace("PHOTO", str(photo_file)).split()
     with full_disk():
-        outcome = run(*(own if word == "BUNDLE" else word for word in words), "--data", scenes, "--limit", 3)
+        outcome = run(f"sinkprune-{program}", *verb, own, *given)
     assert outcome.code == 2 and printed in outcome.stdout
-    assert outcome.stderr.endswith(f"error: the system refused '{words[-1]}': File too large. {FREE}\n")
+    assert outcome.stderr.endswith(f"error: the system refused '{refused}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
 
 

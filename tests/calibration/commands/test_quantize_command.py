@@ -14,8 +14,8 @@ from onnx import numpy_helper
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.quantising.quantise import layer_reports
-from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
+from sinkprune.calibration.quantise import layer_reports
+from sinkprune.calibration.rounding import InputProducts, calibrated
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
@@ -55,7 +55,6 @@ def quantised(bundle: Bundles, task: Path, tmp_path_factory: pytest.TempPathFact
     assert read_bundle(folder / "out").sha256 in outcome.stdout
     sample, unseen = json.loads((folder / "errors.json").read_text())["warnings"]
     assert "2 prompts" in sample and "a part of the picture in 2 of 2 prompts" in unseen
-    assert sample in outcome.stdout and unseen in outcome.stdout
     return folder / "out"
 
 
@@ -91,11 +90,6 @@ def matrix(bundle: Bundle, graph: str, name: str) -> Array:
     return codes * np.repeat(np.atleast_2d(scales), len(codes) // len(np.atleast_2d(scales)), axis=0)
 
 
-def report_of(quantised: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((quantised.parent / "errors.json").read_text())
-    return found
-
-
 def test_a_layers_error_is_that_of_its_output(
     bundle: Bundles, quantised: Path, task: Path, pipeline: Callable[..., Pipeline]
 ) -> None:
@@ -105,7 +99,8 @@ def test_a_layers_error_is_that_of_its_output(
         pixels = pipeline("gqa-112").family.inputs(Image.open(task.parent / name).convert("RGB"))
         tower = chain.vision({key: chain.backend.tensor(array) for key, array in pixels.items()})
         seen.append(chain.backend.numpy(tower["tokens"]))
-    layer = next(layer for layer in report_of(quantised)["layers"] if layer["graph"] == "projector")
+    report = json.loads((quantised.parent / "errors.json").read_text())
+    layer = next(layer for layer in report["layers"] if layer["graph"] == "projector")
     rows = np.concatenate(seen).reshape(-1, layer["inputs"])
     exact = rows @ matrix(floats, "projector", layer["matrix"])
     given = rows @ matrix(read_bundle(quantised), "projector", layer["matrix"])
@@ -113,15 +108,11 @@ def test_a_layers_error_is_that_of_its_output(
 
 
 def test_no_layer_is_further_off_than_to_the_nearest(quantised: Path) -> None:
-    report = report_of(quantised)
+    report = json.loads((quantised.parent / "errors.json").read_text())
     layers = report["layers"]
     assert [layer["bits"] for layer in layers] == [8 if layer["graph"] == "vision" else 4 for layer in layers]
-    assert {layer["graph"] for layer in layers} == {
-        "vision",
-        "projector",
-        *(f"decoder_{s}" for s in range(4)),
-        "head",
-    }
+    decoders = {f"decoder_{segment}" for segment in range(4)}
+    assert {layer["graph"] for layer in layers} == {"vision", "projector", *decoders, "head"}
     for layer in layers:
         assert 0 < layer["error"] <= layer["to_nearest"], layer["matrix"]
     assert report["logits"]["relative_l2"] < report["to_nearest"]["relative_l2"]
@@ -203,18 +194,11 @@ def test_past_a_limit_nothing_is_written(bundle: Bundles, task: Path, tmp_path: 
         message = outcome.stderr.splitlines()[-1]
         assert message.startswith(f"error: int4, vision int8 changes {what} by 0.")
         assert f"expected at most 0.0001 ({option})" in message
-        assert "_proj.weight' of decoder_" in message and "--block-size" in message and "--weights int8" in message
-        assert message.endswith("or a larger --limit.")
+        assert "_proj.weight' of decoder_" in message and "--weights int8" in message
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(".out.*.partial/new/nearest", marks=pytest.mark.slow),
-        ".out.*.partial/new/graphs/weights/head.bin",
-    ],
-)
+@pytest.mark.parametrize("moment", ["nearest", "graphs/weights/head.bin"])
 @pytest.mark.slow
 def test_a_kill_leaves_the_old_bundle_or_the_new(
     moment: str, bundle: Bundles, quantised: Path, task: Path, tmp_path: Path
@@ -222,7 +206,7 @@ def test_a_kill_leaves_the_old_bundle_or_the_new(
     output = Path(shutil.copytree(quantised, tmp_path / "out"))
     again = ("quantize", bundle("gqa-112"), "--data", task, "-o", output, "--weights", "int8", "--force")
     again += ("--max-error", "9")
-    kill_when(moment, tmp_path, "sinkprune-calibrate", *again)
+    kill_when(f".out.*.partial/new/{moment}", tmp_path, "sinkprune-calibrate", *again)
     found = read_bundle(output)
     found.verify()
     assert found.manifest.weights.decoder in ("int4", "int8")
@@ -257,6 +241,6 @@ def test_the_fit_of_the_command_reaches_the_prompts(
     def noted(source: Bundle, items: object, fit: str | None) -> list[object]:
         raise TaskError(f"the fit is {fit}")
 
-    monkeypatch.setattr("sinkprune.calibration.quantising.graphs.encode_prompts", noted)
+    monkeypatch.setattr("sinkprune.calibration.weight_graphs.encode_prompts", noted)
     words = (bundle("gqa-112"), "--data", task, "-o", tmp_path / "out", "--weights", "int4", "--fit", "pad")
     assert_refused(run("sinkprune-calibrate", "quantize", *words), "the fit is pad")

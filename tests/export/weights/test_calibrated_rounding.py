@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
+from sinkprune.calibration.rounding import InputProducts, calibrated
 from sinkprune.contract.precision import Array
 from sinkprune.export.weights.rounding import RoundedMatrix, rounded
 

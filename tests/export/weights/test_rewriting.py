@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from sinkprune.calibration.quantising.rewriting import RewrittenGraph, read_graph
+from sinkprune.calibration.weight_graphs import RewrittenGraph, read_graph
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import load_dialect

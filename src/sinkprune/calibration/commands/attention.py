@@ -25,9 +25,9 @@ from sinkprune.calibration.evaluation.statistics import Mean, mean_warnings
 from sinkprune.calibration.norms import OUTLIER_PER_MILLE
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.questions import (
+    Loaded,
     Sample,
     check_samples,
-    load_measured,
     note_samples,
     open_task,
     task_parser,
@@ -40,7 +40,8 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import note_written
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.export.methods.heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands.options import Options
+from sinkprune.policies.policy import Policy
+from sinkprune.runtime.commands.options import Options, load_pipeline
 from sinkprune.runtime.commands.reports import interrupted_warnings, progress_bar, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
@@ -89,7 +90,10 @@ def main(arguments: Sequence[str] | None) -> None:
         check_prune_layers(bundle.manifest)
         asked = questions_by_picture(items)
     watch, pairs = AttentionObserver(), (BASELINE, *combinations)
-    loaded = load_measured(options, bundle, watch.wrap)
+    if bundle.manifest.policy:
+        loaded: Loaded = Policy.load(bundle, wrap=watch.wrap, **options.loading)
+    else:
+        loaded = load_pipeline(options, bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
     check_samples(loaded, items, pairs)
     heads: list[ChosenHeads] = []

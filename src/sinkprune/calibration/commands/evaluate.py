@@ -28,12 +28,7 @@ from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, write_output
-from sinkprune.contract.command_line.table_console import (
-    TableConsole,
-    make_table,
-    median_text,
-    plain_text,
-)
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, median_text, plain_text
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.report import in_order_of_rows
 from sinkprune.runtime.commands.options import Options, add_most_tokens, load_pipeline

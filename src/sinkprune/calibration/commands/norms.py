@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sinkprune.calibration.norms import NormReport, TokenFeatures, bundle_features, summarise
-from sinkprune.calibration.plots import HeatmapFolder, plot_norms
+from sinkprune.calibration.plots import plot_norms, write_heatmaps
 from sinkprune.calibration.questions import (
     LIMIT,
     OWN_TEST_SETS,
@@ -64,34 +64,28 @@ def main(arguments: Sequence[str] | None) -> None:
     pipeline, model = load_pipeline(options, bundle), model_name(bundle.manifest.checkpoint.source)
     notes = note_many_pictures(pipeline.family, {picture.name: picture.facts for picture in pictures})
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
-    heatmaps = HeatmapFolder(options.heatmaps) if options.heatmaps else None
 
     def measure() -> Iterator[TokenFeatures]:
         with progress_bar("looking", len(pictures), "pictures") as count:
-            for number, picture in enumerate(pictures):
-                features = bundle_features(pipeline, picture.load())
-                if heatmaps:
-                    file = _heatmap_file(heatmaps.folder, pictures, number)
-                    heatmaps.draw(file, features, f"{model}: {Path(picture.name).name}")
-                yield features
+            for picture in pictures:
+                yield bundle_features(pipeline, picture.load())
                 count()
 
-    try:
-        nothing = "no whole picture was measured, so nothing was kept."
-        measured, interrupted = until_interrupted(measure(), len(pictures), "picture", nothing)
-    except KeyboardInterrupt:
-        if heatmaps:
-            heatmaps.remove_empty()
-        raise
+    nothing = "no whole picture was measured, so nothing was kept."
+    measured, interrupted = until_interrupted(measure(), len(pictures), "picture", nothing)
     norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares))
     text = escaped(_text(report), keep="\n")
-    end = heatmaps.end if heatmaps else lambda: None
-    write_measured(
-        options, report, plot_norms, lambda: sys.stdout.write(text), notes, interrupted, first=lambda _: end()
-    )
+
+    def draw() -> None:
+        if options.heatmaps:
+            drawn = zip(_heatmap_files(options, pictures), pictures, measured, strict=False)
+            titled = [(file, f"{model}: {Path(picture.name).name}", own) for file, picture, own in drawn]
+            write_heatmaps(options.heatmaps, titled)
+
+    write_measured(options, report, plot_norms, lambda: sys.stdout.write(text), notes, interrupted, last=draw)
 
 
 def _parser() -> CommandParser:
@@ -133,12 +127,13 @@ def _heatmap_outputs(options: Options, pictures: Sequence[NamedPicture]) -> list
         return [(folder, (folder.suffix.lower(),))]
     if any(Path(picture.name).resolve().parent == folder.resolve() for picture in pictures):
         raise OutputError(f"'{folder}' holds the pictures. Give --heatmaps another folder.")
-    return [(_heatmap_file(folder, pictures, number), (".png",)) for number in range(len(pictures))]
+    return [(file, (".png",)) for file in _heatmap_files(options, pictures)]
 
 
-def _heatmap_file(folder: Path, pictures: Sequence[NamedPicture], number: int) -> Path:
+def _heatmap_files(options: Options, pictures: Sequence[NamedPicture]) -> list[Path]:
     # Pictures of several folders may have the same name.
-    return folder / f"{number + 1:03d}-{Path(pictures[number].name).stem}.png"
+    stems = (Path(picture.name).stem for picture in pictures)
+    return [options.heatmaps / f"{number:03d}-{stem}.png" for number, stem in enumerate(stems, start=1)]
 
 
 def _text(report: NormReport) -> str:

@@ -31,7 +31,7 @@ from sinkprune.runtime.families import add_fit_option, load_family
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.quantising.quantise import CalibrationCost, QuantisationReport
+    from sinkprune.calibration.quantise import CalibrationCost, QuantisationReport
 
 _EXAMPLES = """\
 examples:
@@ -54,8 +54,8 @@ _SHOWN = 10
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
     with report_missing_package("quantising"), status("loading packages"):
-        from sinkprune.calibration.quantising.graphs import encode_prompts
-        from sinkprune.calibration.quantising.quantise import quantise_bundle, quantised_forms
+        from sinkprune.calibration.quantise import quantise_bundle, quantised_forms
+        from sinkprune.calibration.weight_graphs import encode_prompts
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
         import_matplotlib()

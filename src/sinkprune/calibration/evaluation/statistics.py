@@ -54,12 +54,12 @@ class PictureBootstrap:
     the same resamples: 10,000 of them, or fewer of more than 1,000 pictures.
     """
 
-    def __init__(self, pictures: Sequence[str], seed: int = 0) -> None:
+    def __init__(self, pictures: Sequence[str]) -> None:
         """`pictures` names the picture of each question."""
         names, self._picture = np.unique(pictures, return_inverse=True)
         count = len(names)
         resamples = max(2_000, min(10_000, _MOST_DRAWN // count))
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         self._drawn = rng.multinomial(count, np.full(count, 1 / count), size=resamples) if count > 1 else None
 
     def __call__(self, values: Sequence[float]) -> Mean:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.calibration.evaluation.statistics import calibration_warnings
-from sinkprune.calibration.quantising.graphs import (
+from sinkprune.calibration.rounding import CalibratedMatrix, calibrated
+from sinkprune.calibration.weight_graphs import (
     ChainRun,
     EncodedPrompt,
     Layer,
@@ -23,11 +24,10 @@ from sinkprune.calibration.quantising.graphs import (
     WeightGraphs,
     weight_graphs,
 )
-from sinkprune.calibration.quantising.rounding import CalibratedMatrix, calibrated
 from sinkprune.contract.budgets import OTHER_TOWERS
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError
-from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
+from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
@@ -67,10 +67,11 @@ def estimate(
     `rows` is the number of each graph's input rows. `states` is the bytes of the states between subgraphs and within
     them. The time is for this machine, by a short benchmark of matrix products.
     """
-    most, operations = 0.0, 0.0
+    most, operations, rounded = 0.0, 0.0, 0
     for name, subgraphs in graphs.items():
         for layers in subgraphs:
             weights = sum(layer.inputs * layer.outputs for layer in layers)
+            rounded += weights
             squares = {layer.value: layer.inputs**2 for layer in layers}
             widest = max((layer.inputs for layer in layers), default=0)
             running = _PACKED * _FLOAT * weights
@@ -78,9 +79,6 @@ def estimate(
             most = max(most, _FLOAT * sum(squares.values()) + max(running, rounding))
             operations += 2.0 * (_RUNS * weights + sum(squares.values())) * rows[name]
             operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
-    rounded = sum(
-        layer.inputs * layer.outputs for subgraphs in graphs.values() for layers in subgraphs for layer in layers
-    )
     return CalibrationCost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
 
 
@@ -230,8 +228,6 @@ def quantise_bundle(
     `NumericsError` if the floats' logits are not finite, `UsageError` if memory is too small or a matrix does not fit
     its form, and what `replacing` raises. After an error `output` is unchanged.
     """
-    check_replaceable(output, BUNDLE, force=force)
-    check_outside(output, bundle.path, BUNDLE)
     graphs = WeightGraphs(bundle, forms, threads)
     planned = {
         name: graphs.rewritten(name, to_nearest) for name in weight_graphs(bundle.manifest) if graphs.changes(name)

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh` with stand-ins for the driver, the interpreter and the commands; no GPU is used."""
+"""`benchmarks/gpu.sh` and its programs without a GPU: with stand-ins, and on the processor with small shapes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import frames
 import gpu_parts
+import next_to_vllm
 from rows_table import PARTS
+from sinkprune.export.checkpoint.presets import PRESETS
+from support.models.small_models import PI0_SHAPES
 from support.programs.commands import run
 
 SCRIPT = Path(gpu_parts.__file__).parent.with_name("gpu.sh")
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
 """The output of nvidia-smi for an H100."""
-KERNELS = {
-    "device": "NVIDIA H100",
-    "us": {"kernels": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
-}
+KERNELS = {"device": "NVIDIA H100", "us": {"kernels": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3}}
 ROWS = {
     "PyTorch float16": {part: [46.0, 45.0, 90.5] for part in PARTS},
     "ort-cuda retain-64": {part: [27.25, 26.0, 42.0] for part in PARTS},
 }
 VLLM = {"vLLM, CUDA graphs": {"ttft": [31.0, 30.0, 35.0], "per_token": [5.0, 4.5, 5.5]}}
-FRAMES = [
-    {
-        "frame": "1920x1080",
-        "processor": "LLaVA, crop",
-        "difference": 0.0,
-        "graph_ms": [0.8, 0.7, 0.9],
-        "host_ms": [15.0] * 3,
-    }
-]
+FRAME = {"frame": "1920x1080", "processor": "LLaVA, crop", "difference": 0.0}
+FRAME |= {"graph_ms": [0.8, 0.7, 0.9], "host_ms": [15.0] * 3}
 TESTS = (
     '<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" errors="0" '
     'failures="{failed}" skipped="2" tests="{tests}" time="61.2"><testcase name="a"><skipped type="pytest.skip" '
@@ -82,7 +78,7 @@ class Rig:
         (self.folder / "why").mkdir(parents=True)
         shutil.copy(profile, self.folder / "profile.json")
         (self.folder / "kernels.json").write_text(json.dumps(KERNELS))
-        (self.folder / "frames.json").write_text(json.dumps(FRAMES))
+        (self.folder / "frames.json").write_text(json.dumps([FRAME]))
         (self.folder / "vllm.json").write_text(json.dumps({"ms": VLLM}))
         (self.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": ROWS}))
         self.tests(failed=0, tests=12)
@@ -131,9 +127,7 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     assert results["parts"]["kernels"]["found"]["plain PyTorch"] == [400.0, 400.0]
     table = (rig.out / "results.md").read_text()
     assert told.endswith(table)
-    assert table.startswith(
-        "### NVIDIA H100 80GB HBM3 (compute capability 9.0, 80 GiB), driver 570.86.15, power limit "
-    )
+    assert table.startswith("### NVIDIA H100 80GB HBM3 (compute capability 9.0, 80 GiB), driver 570.86.15, power ")
     assert "| `gpu-tests` | run | 10 passed, 0 failed, 2 skipped |" in table
     assert "| kernels | 61.0 | 75.0 |" in table
     assert table.count("| `retain-64` | 64, ") == 3
@@ -145,25 +139,19 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     share = (ms["retain-64"]["sanitizer"] + ms["retain-64"]["select"]) / ms["none"]["prefill"]
     assert found["retain-64"]["selection_share"] == pytest.approx(share) and found["none"]["selection_share"] == 0
     log = (rig.out / "tensorrt-build.log").read_text()
-    assert (
-        "export llava-1.1b --random-weights --precision fp16 --dialect opset20" in log and "--target tensorrt" in log
-    )
+    assert "export llava-1.1b --random-weights --precision fp16 --dialect opset20" in log
     assert not (rig.out / "bundles").exists()
 
 
 def test_targets_are_compared_with_what_was_found(rig: Rig) -> None:
-    rows = {
-        f"ort-cuda {name}": {part: [ms] * 3 for part in PARTS} for name, ms in (("none", 24.0), ("retain-64", 6.0))
-    }
+    found = {"ort-cuda none": 24.0, "ort-cuda retain-64": 6.0}
+    rows = {name: {part: [ms] * 3 for part in PARTS} for name, ms in found.items()}
     (rig.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": rows}))
     rig.run()
     table = (rig.out / "results.md").read_text()
     assert "| llava-1.5-7b, `retain-64`, a token | at most 5.0 ms | 6, missed |" in table
     assert "over that of `none` | at most 0.286 (3.5 times as fast) | 0.25, met |" in table
     assert "| pi0, three cameras, the quickest budget's chunk | at most 32 ms | 6, met |" in table
-    rig.missing("pytorch-pi0", "the GPU's memory has 8 GB, 20 GB are needed")
-    rig.run()
-    assert "chunk | at most 32 ms | not measured |" in (rig.out / "results.md").read_text()
 
 
 def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Rig) -> None:
@@ -189,13 +177,113 @@ def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
 
 
 def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
-    rig.missing("ort-cuda-llava-1.5-7b", "the GPU's memory has 8 GB, 20 GB are needed")
+    for part in ("ort-cuda-llava-1.5-7b", "pytorch-pi0"):
+        rig.missing(part, "the GPU's memory has 8 GB, 20 GB are needed")
     rig.tests(failed=0, tests=2)
     code, told, results = rig.run()
     assert code == 0
     assert "ort-cuda-llava-1.5-7b: not there: the GPU's memory has 8 GB, 20 GB are needed\n" in told
     part = results["parts"]["ort-cuda-llava-1.5-7b"]
     assert (part["state"], part["found"]) == ("not there", None)
+    assert "chunk | at most 32 ms | not measured |" in (rig.out / "results.md").read_text()
     skipped = results["parts"]["gpu-tests"]
     assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
     assert skipped["state"] == "not there"
+
+
+ON_CPU = ("--backend", "ort-cpu", "--device", "cpu", "--dtype", "float32", "--rounds", "1")
+
+
+@pytest.mark.parametrize("part", [*gpu_parts.PARTS, "power"])
+def test_without_a_gpu_each_part_has_a_reason(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_parts, "gpu", lambda folder=None: "no GPU: none")
+    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
+    assert gpu_parts.main([part, "--folder", str(tmp_path)]) == 0
+    reason = "no GPU: none" if not part.startswith("vllm") else "there is no vLLM in the environment of "
+    assert capsys.readouterr().out.startswith(reason)
+
+
+def test_frames_are_measured_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "frames.json"
+    frames.main(["--rounds", "2", "--size", "64x48", "--threads", "1", "--json", str(path)])
+    rows = json.loads(path.read_text())
+    assert [row["frame"] for row in rows] == ["64x48"] * 3
+    assert all(row["difference"] == 0 and len(row["graph_ms"]) == len(row["host_ms"]) == 2 for row in rows[:2])
+
+
+SMALL = {
+    "llava-1.5-7b": ("gqa-112", {"budgets": ("retain-64",)}, ("--frame", "64x48", "--new-tokens", "3")),
+    "pi0": (min(PI0_SHAPES), {"budgets": ("prune-77.8",), "max_images": 3}, ("--new-tokens", "2")),
+}
+"""Small models in the place of presets, options of their export, and arguments."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", SMALL)
+def test_rows_next_to_pytorch(
+    preset: str,
+    bundle: Callable[..., Path],
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import next_to_pytorch
+
+    name, options, words = SMALL[preset]
+    config = json.loads((checkpoint(name) / "config.json").read_text())
+    monkeypatch.setitem(PRESETS, preset, config)
+    root, path = bundle(name, **options), tmp_path / "rows.json"
+    assert next_to_pytorch.main([preset, str(root), *ON_CPU, *words, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {*report["ms"]} >= {"PyTorch float32, eager", "PyTorch float32, compiled", "ort-cpu none"}
+    assert all(len(row[part]) == 1 for row in report["ms"].values() for part in PARTS)
+    assert report["text_tokens"] > 0
+
+
+def test_rows_of_vllm_come_from_its_own_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in of the library: what it is given, and what is computed of its times."""
+    given: list[Any] = []
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            assert options["load_format"] == "dummy" and Path(options["model"], "config.json").is_file()
+
+        def generate(self, prompt: Any, params: Any, use_tqdm: bool) -> Any:
+            given.append((prompt, params))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])]
+
+    module: Any = ModuleType("vllm")
+    module.LLM, module.SamplingParams = LLM, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_index": 32000}))
+    like, path = tmp_path / "like.json", tmp_path / "vllm.json"
+    like.write_text(json.dumps({"text_tokens": 41}))
+    options = ["--rounds", "2", "--frame", "64x48", "--new-tokens", "5"]
+    next_to_vllm.main([str(tmp_path), "--like", str(like), *options, "--json", str(path)])
+    times = json.loads(path.read_text())["ms"][next_to_vllm.ROW]
+    assert [len(times[part]) for part in ("ttft", "per_token")] == [2, 2]
+    assert [params.max_tokens for _, params in given] == [1, 5] * (2 + next_to_vllm.WARM_UP)
+    pictures = [prompt["multi_modal_data"]["image"] for prompt, _ in given]
+    assert len({np.asarray(picture).tobytes() for picture in pictures}) == len(given)
+    assert all(len(prompt["prompt_token_ids"]) == 42 for prompt, _ in given)
+    assert given[0][0]["prompt_token_ids"].count(32000) == 1 and pictures[0].size == (64, 48)
+    assert "| - | - |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_checkpoint_for_vllm_has_a_processor_and_no_weights(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    folder = tmp_path / "made"
+    next_to_vllm.main([str(folder), "--write", "llava-1.5-7b"])
+    assert not [*folder.glob("*.safetensors*")]
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    ids = processor(images=next_to_vllm.frame(0, (64, 48)), text="<image>What?", return_tensors="np")["input_ids"]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert (ids == config.image_token_id).sum() == 576

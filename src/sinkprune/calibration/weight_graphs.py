@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-from sinkprune.calibration.quantising.rewriting import RewrittenGraph, multiplications, read_graph, shape_of
-from sinkprune.calibration.quantising.rounding import InputProducts
+from sinkprune.calibration.rounding import InputProducts
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.export.dialects import load_dialect
-from sinkprune.export.weights import PRECISIONS, form_of
+from sinkprune.export.dialects import Dialect, load_dialect
+from sinkprune.export.graph import Weight, WeightedGraph
+from sinkprune.export.weights import PRECISIONS, Matrix, Precision, WeightForm, form_of
 from sinkprune.export.weights.rounding import RoundingMethod
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
@@ -94,17 +95,14 @@ class GraphRun:
         """Start before the first subgraph. `feeds` are each prompt's inputs; `graph` has only needed outputs."""
         self._graph, self._open, self._feeds = graph, open_session, list(feeds)
         self._kept: list[Tensors] = [{} for _ in self._feeds]
-        self._remaining = split_graph(graph)
-
-    def is_ahead(self, value: str) -> bool:
-        return any(value in subgraph.layer_inputs for subgraph in self._remaining)
+        self.remaining = split_graph(graph)
 
     def step(self, use: Callable[[str, Array], None] | None = None) -> None:
         """Run the next subgraph, and call `use` with the name and the value of each layer's input for each prompt.
 
         Raises `BackendError`, and `IndexError` after the last subgraph.
         """
-        subgraph = self._remaining.pop(0)
+        subgraph = self.remaining.pop(0)
         used = subgraph.layer_inputs if use else ()
         # No session computes the values that are known already.
         known_names = {*self._feeds[0], *self._kept[0]}
@@ -120,7 +118,7 @@ class GraphRun:
 
     def outputs(self) -> list[Tensors]:
         """Run the remaining subgraphs, and return the graph's outputs for each prompt; raises `BackendError`."""
-        while self._remaining:
+        while self.remaining:
             self.step()
         return self._kept
 
@@ -226,7 +224,8 @@ class Products:
     def __call__(self, matrix: str) -> InputProducts:
         """Return the products of the inputs of the layer with the matrix of that name; raises `BackendError`."""
         value = self._layers[matrix].value
-        if value not in self._held and not self._run.is_ahead(value):
+        ahead = any(value in subgraph.layer_inputs for subgraph in self._run.remaining)
+        if value not in self._held and not ahead:
             self._run = self._start()
         while value not in self._held:
             # Free the old products before the next ones are computed.
@@ -285,6 +284,76 @@ def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
     sums[value] += rows.T @ rows
 
 
+_PIXELS = "pixel_values"
+"""A product with pixels embeds them and is no linear layer: exports store its matrix as floats."""
+
+
+class RewrittenGraph(WeightedGraph):
+    """The graph of an ONNX file, whose matrices of floats are stored in another form; all else stays."""
+
+    def __init__(
+        self,
+        name: str,
+        precision: Precision,
+        dialect: Dialect,
+        form: WeightForm,
+        graph: ir.Graph,
+        read_weight: Callable[[str], Array],
+    ) -> None:
+        """Rewrite `graph` in place. `save` calls `read_weight` for the weights that lie outside the ONNX file."""
+        super().__init__(name, precision, dialect, form, self._read_matrix, graph)
+        self._read_weight = read_weight
+        multiplied, casts = multiplications(graph), set[ir.Node]()
+        for weight, value in list(graph.initializers.items()):
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            if weight in multiplied:
+                inputs, outputs = shape_of(tensor)
+                casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
+                del graph.initializers[weight]
+                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix(weight, {weight: outputs}, inputs)))
+            else:
+                read, shape = partial(self._read_tensor, weight), ir.Shape(tensor.shape.numpy())
+                self._weights[value] = Weight(read, tensor.dtype, shape, name=tensor.name)
+        graph.remove(casts, safe=True)
+        graph.sort()
+
+    def _read_tensor(self, name: str) -> Any:
+        return ir.Tensor(self._read_weight(name))
+
+    def _read_matrix(self, name: str, shape: Sequence[int]) -> Array:
+        # It is stored transposed.
+        array = self._read_weight(name).T
+        return array if array.dtype in (np.float16, np.float32) else array.astype(np.float32)
+
+
+def read_graph(data: bytes) -> ir.Graph:
+    """Return the graph of an ONNX file that an export wrote, from its bytes `data`."""
+    return ir.from_proto(onnx.ModelProto.FromString(data)).graph
+
+
+def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
+    """Return the MatMul of each linear layer by the name of its matrix of floats, in the order of the nodes."""
+    found = {}
+    for node in graph:
+        if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[0].name == _PIXELS:
+            continue
+        value = node.inputs[1]
+        source = value.producer() if value is not None else None
+        if source is not None and source.op_type == "Cast":
+            value = source.inputs[0]
+        if value is not None and value.is_initializer() and value.name is not None:
+            found[value.name] = node
+    return found
+
+
+def shape_of(matrix: ir.TensorProtocol) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a linear layer's matrix."""
+    inputs, outputs = matrix.shape.numpy()
+    return inputs, outputs
+
+
 _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")
 """Outputs of weight graphs that the next graph or the answer needs."""
 
@@ -297,7 +366,7 @@ class WeightGraphs:
         self._dialect = load_dialect(bundle.manifest.dialect)
 
     def changes(self, graph: str) -> bool:
-        return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)
+        return _form(graph, self._forms) != _form(graph, self._bundle.manifest.weights)
 
     def read(self, graph: str) -> ir.Graph:
         """Return the graph with its needed outputs only; raises what `Model.onnx` raises."""
@@ -310,7 +379,7 @@ class WeightGraphs:
 
     def rewritten(self, graph: str, rounding: RoundingMethod) -> RewrittenGraph:
         """Return the graph with its matrices rounded by a rule; raises `UsageError` if one does not fit its form."""
-        form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding=rounding)
+        form = form_of(_form(graph, self._forms), self._forms.block_size, rounding=rounding)
         precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
         weights = {weight.name: weight for weight in model.weights}
 
@@ -335,9 +404,9 @@ class WeightGraphs:
             graph, lambda part: GraphSession(part, self._dialect.IR_VERSION, folder, self._threads), feeds
         )
 
-    @staticmethod
-    def _form(graph: str, forms: WeightForms) -> WeightsName:
-        return forms.vision if graph == "vision" else forms.decoder
+
+def _form(graph: str, forms: WeightForms) -> WeightsName:
+    return forms.vision if graph == "vision" else forms.decoder
 
 
 def _wanted(graph: ir.Graph) -> ir.Graph:
