@@ -19,7 +19,7 @@ from sinkprune import Policy
 from sinkprune.contract.errors import CheckpointError, NumericsError, UsageError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.policies.fast import actions_of
+from sinkprune.policies.chunk import actions_of
 from support.models.pi0_fast_checkpoints import (
     PI0_FAST_SHAPES,
     SCALE,

@@ -89,10 +89,7 @@ def first_budgets(
 
 
 def saved_costs_lines(
-    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts],
-    options: Options,
-    *,
-    measured: bool,
+    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts], options: Options, *, measured: bool
 ) -> str:
     """Keep the costs of a pipeline or a policy for later runs, unless they are a file's; return lines about them.
 
