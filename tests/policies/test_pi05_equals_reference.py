@@ -1,11 +1,12 @@
-"""Chunks of pi0.5 against a plain reference: unpruned, and with dropped tokens masked."""
+"""pi0.5 against a plain reference: what its expert reads of the time, and chunks, also with dropped tokens masked."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
+from fractions import Fraction
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.policies import chunk
+from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.families.pi0 import state_prompt
+from support.models.pi05_checkpoints import EXPERT
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
-from support.references.pi05 import Pi05Reference, state_text
+from support.references.pi05 import Pi05Reference, silu, state_text, time_embedding
 from support.references.reference import one_stage
 from support.references.steps import Watched
 
@@ -197,3 +201,72 @@ def test_the_state_is_written_in_bins(numbers: list[float]) -> None:
 def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     text = state_prompt(facts(2), " pick_up\nthe cup ", np.array([[[0.5, -1.5]]], np.float32))
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
+
+
+def test_scales_shifts_and_gates_equal_the_reference(
+    policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference]
+) -> None:
+    """To 1e-6 of the largest, at every step of several numbers of steps."""
+    own, model = policy("pi0.5"), reference("pi0.5")
+    facts = own.facts
+    layers = [f"layers.{layer}." for layer in range(facts.expert.num_layers)]
+    names = [f"{layer}{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
+    for steps in (1, 3, 10):
+        found = list(own._times.inputs(steps))
+        assert len(found) == steps
+        for number, each in enumerate(found):
+            condition = time_embedding(1 - number / steps, facts.expert.hidden_size, 4e-3, 4.0)
+            condition = silu(model.linear("time_mlp_out", silu(model.linear("time_mlp_in", condition))))
+            expected = []
+            for name in [*names, "norm"]:
+                scale, shift, gate = np.split(model.linear(f"{EXPERT}{name}.dense", condition), 3)
+                expected += [1 + scale, shift, gate]
+            assert list(each) == ["modulation"]
+            found_rows = own.backend.numpy(each["modulation"])
+            np.testing.assert_allclose(found_rows[0], np.stack(expected), atol=1e-6 * np.abs(expected).max())
+
+
+def test_each_time_is_computed_once(
+    bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Any:
+        def counting(inputs: Any) -> Any:
+            calls.append(graph)
+            return engine(inputs)
+
+        return counting if graph in ("modulation", "expert") else engine
+
+    policy = Policy.load(bundle("pi0.5", budgets=BUDGETS, max_images=3), wrap=wrap)
+    act = partial(policy.act, [photo, None, None], "go", policy.facts.usual_state, seed=1)
+    first = act(steps=4)
+    assert (calls.count("modulation"), calls.count("expert")) == (4, 4)
+    # Four of eight steps have the same times.
+    for steps, computed in ((4, 4), (8, 8), (2, 8), (8, 8)):
+        again = act(steps=steps, budget=BUDGETS[0] if steps == 2 else "none")
+        assert calls.count("modulation") == computed and len(again.step_ms) == steps
+    np.testing.assert_array_equal(first.actions, act(steps=4).actions)
+    # Few are remembered, and a chunk has as many steps as it likes.
+    monkeypatch.setattr(chunk, "_MOST", 3)
+    act(steps=5)
+    assert len(policy._times._known) <= 3
+    np.testing.assert_array_equal(first.actions, act(steps=4).actions)
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_no_chunk_with_a_deadline_waits_for_times(
+    warm_up: bool, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    """Of any number of steps up to the checkpoint's; all in all as many times as there are fractions."""
+    policy = Policy.load(bundle("pi0.5", budgets=BUDGETS, max_images=3))
+    if warm_up:
+        policy.warm_up([photo, None, None], "go", policy.facts.usual_state, budget=BUDGETS[-1], seconds=0)
+    else:
+        policy.load_plans("sinkpruner")
+    fractions = {Fraction(number, steps) for steps in range(1, policy.facts.steps + 1) for number in range(steps)}
+    assert len(policy._times._known) == len(fractions) > policy.facts.steps
+    # No more than are remembered, and none is lost.
+    first, count = policy._times._known[1.0], len(fractions)
+    policy._times.load(200)
+    assert policy._times._known[1.0] is first and count < len(policy._times._known) <= chunk._MOST

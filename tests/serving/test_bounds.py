@@ -27,7 +27,7 @@ from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.request import Request
 from sinkprune.serving import app, bodies
-from sinkprune.serving.bodies import Bodies, Body, Places
+from sinkprune.serving.bodies import Body, Places
 from sinkprune.serving.chat_request import ChatReader, ChatRequest
 from sinkprune.serving.scheduler import Job
 
@@ -97,7 +97,7 @@ def test_a_body_has_few_values(address: str) -> None:
     ],
 )
 def test_the_priority_is_known_before_a_body_is_parsed(body: bytes, priority: int) -> None:
-    arrived = Body(Bodies(1, 1))
+    arrived = Body()
     arrived.data += body
     assert arrived.priority == priority
 

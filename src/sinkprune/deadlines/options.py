@@ -95,8 +95,7 @@ def saved_costs_lines(
 
     `measured` is whether this command measured them.
     """
-    costs = keeper.costs
-    if costs is None:
+    if (costs := keeper.costs) is None:
         return ""
     doubt = doubtful_costs(costs)
     if options.costs:

@@ -8,13 +8,14 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
 from anyio import CancelScope, move_on_after
 from starlette.requests import ClientDisconnect, Request
 
-from sinkprune.serving.body_fields import RETRY_S, ApiError, shutting_down
+from sinkprune.serving.body_fields import ApiError, shutting_down
 
 _ARRIVING_S = 60.0
 """How long a body may take to arrive."""
@@ -23,29 +24,20 @@ _DISCARDING_S = 10.0
 _PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,3})(?![0-9])')
 
 
+@dataclass(eq=False)
 class Body:
     """The bytes that one request holds: of its body, and of pictures that were fetched for it."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies, self.size = bodies, 0
-        self.arriving: CancelScope | None = None
-        """Ends the reading; None once the body arrived whole."""
-        self.data = bytearray()
+    data: bytearray = field(default_factory=bytearray)
+    size: int = 0
+    arriving: CancelScope | None = None
+    """Ends the reading; None once the body arrived whole."""
 
     @property
     def priority(self) -> int:
         """The priority that the request seems to have, before it is parsed: when that is done depends on it."""
         found = _PRIORITY.match(self.data, max(0, self.data.rfind(b'"priority"')))
         return int(found[1]) if found else 0
-
-    def add(self, size: int) -> None:
-        """Count further bytes before they are held; raises `ApiError` with status 429 if there is no room."""
-        self._bodies.add(self, size)
-
-    def release(self) -> None:
-        """Hold nothing any longer."""
-        self.data = bytearray()
-        self._bodies.release(self)
 
 
 class Bodies:
@@ -63,19 +55,28 @@ class Bodies:
 
         The caller releases it.
         """
-        body = Body(self)
+        body = Body()
         self._bodies.add(body)
         http.state.reads_body = True
         try:
             with self._limited(_ARRIVING_S) as scope:
                 body.arriving = scope
-                await self._append(http, body)
+                async for part in http.stream():
+                    if body.size + len(part) > self._max_bytes:
+                        most = f"the body has more than {self._max_bytes} bytes"
+                        raise ApiError(f"{most}. Send smaller pictures.", status=413)
+                    self.add(body, len(part))
+                    body.data += part
             body.arriving = None
-            if scope.cancelled_caught:
-                raise self._cut(body)
-            return body
+            if not scope.cancelled_caught:
+                return body
+            if self.ends:
+                raise shutting_down()
+            if body not in self._bodies:
+                raise self._no_room()
+            raise ApiError(f"the body did not arrive within {_ARRIVING_S:g} seconds. Send it faster.", status=408)
         except BaseException:
-            body.release()
+            self.release(body)
             raise
 
     async def discard(self, http: Request) -> None:
@@ -99,7 +100,7 @@ class Bodies:
             scope.cancel()
 
     def add(self, body: Body, size: int) -> None:
-        """Count bytes of `body`; raises `ApiError` with status 429 if there is no room.
+        """Count bytes of `body` before they are held; raises `ApiError` with status 429 if there is no room.
 
         Bodies that are still arriving make room for it, the largest first: who sends slowly keeps nobody out.
         """
@@ -107,24 +108,18 @@ class Bodies:
             arriving = [one for one in self._bodies if one.arriving is not None]
             largest = max([body, *arriving], key=lambda one: one.size)
             if largest is body or largest.arriving is None:
-                raise _no_room(self._most_held)
+                raise self._no_room()
             largest.arriving.cancel()
             self.release(largest)
         body.size += size
         self._held += size
 
     def release(self, body: Body) -> None:
-        """Count the bytes of `body` no longer."""
+        """Count the bytes of `body` no longer, and hold none."""
         self._held -= body.size
+        body.data = bytearray()
         body.size, body.arriving = 0, None
         self._bodies.discard(body)
-
-    async def _append(self, http: Request, body: Body) -> None:
-        async for part in http.stream():
-            if body.size + len(part) > self._max_bytes:
-                raise ApiError(f"the body has more than {self._max_bytes} bytes. Send smaller pictures.", status=413)
-            body.add(len(part))
-            body.data += part
 
     @contextmanager
     def _limited(self, seconds: float) -> Iterator[CancelScope]:
@@ -138,20 +133,9 @@ class Bodies:
             finally:
                 self._scopes.discard(scope)
 
-    def _cut(self, body: Body) -> ApiError:
-        if self.ends:
-            return shutting_down()
-        if body not in self._bodies:
-            return _no_room(self._most_held)
-        return ApiError(f"the body did not arrive within {_ARRIVING_S:g} seconds. Send it faster.", status=408)
-
-
-def _no_room(most: int) -> ApiError:
-    return ApiError(
-        f"the server holds bodies of up to {most} bytes in all. Try again later, or send smaller pictures.",
-        status=429,
-        retry_after=RETRY_S,
-    )
+    def _no_room(self) -> ApiError:
+        held = f"the server holds bodies of up to {self._most_held} bytes in all"
+        return ApiError(f"{held}. Try again later, or send smaller pictures.", status=429)
 
 
 class Places:

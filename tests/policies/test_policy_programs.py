@@ -1,4 +1,4 @@
-"""OpenVLA and OpenVLA-OFT in programs: what `act` rejects, engines, deadlines and commands."""
+"""OpenVLA, OpenVLA-OFT and pi0.5 in programs: what `act` rejects, engines with the gate, deadlines, commands."""
 
 from __future__ import annotations
 
@@ -10,26 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
 from sinkprune import Policy, PolicyLoop
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import NumericsError, UnusualStateWarning, UsageError
-from sinkprune.contract.flops import layer_flops, policy_flops
+from sinkprune.contract.errors import CheckpointError, NumericsError, PromptError, UnusualStateWarning, UsageError
+from sinkprune.contract.flops import expert_flops, layer_flops, policy_flops
 from sinkprune.contract.manifest import NumberRanges
 from sinkprune.engines.profiles import resolve_limits
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.policies.observation import observed
 from sinkprune.runtime.hooks import Observer
+from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
+from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow
+from support.references.pi05 import state_text
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
 
 INSTRUCTION, BUDGETS = "pick up the red cup", ("prune-77.8",)
+STATE = [0.4, -1.2, 0.7, 0.1, -0.9]
 
 
 @pytest.fixture(scope="module")
 def source(bundle: Callable[..., Path]) -> Callable[[str], Path]:
-    return lambda name: bundle(name, budgets=BUDGETS, max_images=2 if "oft" in name else 1)
+    """A small policy of two cameras, or of one."""
+    return lambda name: bundle(name, budgets=BUDGETS, max_images=1 if name == "openvla" else 2)
 
 
 @pytest.fixture(scope="module")
@@ -115,21 +124,37 @@ def test_every_shape_lies_in_an_optimisation_profile(
     assert usual.prompt_tokens == 64 + (58 if "oft" in name else 0)
 
 
-@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "onnxruntime") for name in ("openvla-oft", "openvla", "pi0.5")),
+        slow(("pi0.5", "openvino")),
+    ],
+)
 def test_engines_pass_the_gate_and_act_as_the_graphs(
-    name: str, source: Callable[[str], Path], frames: list[Image.Image], photo_file: Path, tmp_path: Path
+    name: str,
+    target: str,
+    source: Callable[[str], Path],
+    frames: list[Image.Image],
+    photo_file: Path,
+    tmp_path: Path,
 ) -> None:
     engines, bundle = tmp_path / "engines", source(name)
-    built = run("sinkprune-build", bundle, "-o", engines, "--target", "onnxruntime", "--max-prompt", 160)
+    most = 80 if name == "pi0.5" else 160
+    built = run("sinkprune-build", bundle, "-o", engines, "--target", target, "--max-prompt", most)
     assert built.code == 0, built.stderr
     checked = run("sinkprune-check", bundle, engines, "--image", photo_file, "--prompt", INSTRUCTION)
     assert checked.code == 0, checked.stdout + checked.stderr
     assert f"passed: {len(read_bundle(bundle).manifest.graphs)} engines, 2 chunks of actions" in checked.stdout
-    policies = Policy.load(engines), Policy.load(source(name))
-    seen, state = frames[: policies[0].bundle.manifest.max_images], policies[0].facts.usual_state
+    policies = Policy.load(engines, compute="fp32" if target == "openvino" else None), Policy.load(bundle)
+    seen = frames[: policies[0].bundle.manifest.max_images]
+    state = STATE if name == "pi0.5" else policies[0].facts.usual_state
     for budget in ("none", *BUDGETS):
-        chunks = [each.act(seen, INSTRUCTION, state, budget=budget).actions for each in policies]
-        assert abs(chunks[0] - chunks[1]).max() < 1e-4
+        chunks = [each.act(seen, INSTRUCTION, state, budget=budget, seed=1).actions for each in policies]
+        assert abs(chunks[0] - chunks[1]).max() < (1e-3 if name == "pi0.5" else 1e-4)
+    if name == "pi0.5":
+        with pytest.raises(PromptError, match=r"more than the 80 the engines were built for"):
+            policies[0].act(seen, INSTRUCTION * 3, state)
 
 
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
@@ -188,6 +213,22 @@ def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) 
     assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
 
 
+def test_flops_of_pi05_are_those_of_the_matrices(source: Callable[[str], Path]) -> None:
+    """A chunk's rows through all matrices of a step: what the time conditions has a graph of its own."""
+    opened = read_bundle(source("pi0.5"))
+    facts = opened.manifest.policy
+    assert facts is not None
+    rows, cached = facts.chunk, [100, 70, *[30] * 6]
+    expected = 0
+    for weight in onnx.load(file_of(opened, "expert"), load_external_data=False).graph.initializer:
+        assert ".dense" not in weight.name and "time_mlp" not in weight.name
+        if len(weight.dims) == 2:
+            expected += 2 * rows * weight.dims[0] * weight.dims[1]
+    # Scores and mixed values, of heads of 16.
+    expected += sum(2 * 2 * rows * (rows + count) * facts.expert.num_heads * 16 for count in cached)
+    assert expert_flops(facts, cached) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "most"), [({"precision": "fp16", "dialect": "opset20"}, 0.1), ({"weights": "int4"}, 2.0)]
 )
@@ -213,3 +254,62 @@ def test_observers_see_the_chunk(oft: Policy, frames: list[Image.Image]) -> None
     # The gripper stays as the network gives it, and all others are in the robot's units.
     np.testing.assert_allclose(report.actions[:, 6], seen.actions[0, :, 6], atol=1e-6)
     assert abs(report.actions[:, 0] - seen.actions[0, :, 0]).max() > 0.1
+
+
+def test_lerobots_form_gives_the_same_chunks(
+    checkpoint: Callable[[str], Path],
+    source: Callable[[str], Path],
+    photo: Image.Image,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frames have the tower's size, which neither form resizes, and statistics are quantiles."""
+    original = checkpoint("pi0.5")
+    use_small_sizes(monkeypatch, original, "pi05")
+    settings = json.loads((original / "processor_config.json").read_text())
+    statistics = {
+        key: {
+            name: np.array(settings[f"{own}_{which}"], np.float32)
+            for name, which in (("q01", "low"), ("q99", "high"))
+        }
+        for key, own in (("observation.state", "state"), ("action", "actions"))
+    }
+    modes = ("QUANTILES", "QUANTILES")
+    folder = write_lerobot_checkpoint(
+        original, tmp_path / "lerobot", statistics, modes=modes, kind="pi05", empty_cameras=0
+    )
+    export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / "bundle")
+    lerobot, other = Policy.load(tmp_path / "bundle"), Policy.load(source("pi0.5"))
+    assert lerobot.bundle.manifest.family == "pi0.5" and lerobot.facts.most_prompt_tokens == 200
+    assert (
+        resolve_limits(lerobot.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None).prompt_tokens == 200
+    )
+    ranges = zip(vars_of(lerobot), vars_of(other), strict=True)
+    assert all(own == pytest.approx(theirs) for own, theirs in ranges)
+    frames = [photo.resize((112, 112)), photo.crop((30, 40, 142, 152))]
+    chunks = [one.act(frames, INSTRUCTION, STATE, seed=1, budget=BUDGETS[0]) for one in (lerobot, other)]
+    np.testing.assert_allclose(chunks[0].actions, chunks[1].actions, atol=1e-6)
+    # The small tokenizer has one token for each byte of this text, and BOS.
+    text = state_text("a" * 170, [0.0] * 5)
+    with pytest.raises(
+        PromptError, match=f"{len(text) + 1} text tokens .* more than the 200 of the policy's training"
+    ):
+        lerobot.act(frames, "a" * 170, [(low + high) / 2 for low, high in zip(*vars_of(lerobot), strict=True)])
+
+
+def vars_of(policy: Policy) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    ranges = policy.facts.state_range
+    assert ranges is not None
+    return ranges.low, ranges.high
+
+
+def test_weights_of_pi0_are_rejected(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of pi0.5 by pi0: the tensors that differ are named."""
+    for name, kind, tensor in (("pi0", "pi05", "time_mlp_in"), ("pi0.5", "pi0", "action_time_mlp_in")):
+        use_small_sizes(monkeypatch, checkpoint(name), kind)
+        folder = write_lerobot_checkpoint(checkpoint(name), tmp_path / kind, {}, kind=kind)
+        with pytest.raises(CheckpointError, match=rf"holds no tensor '.*({tensor})"):
+            export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / f"{kind}-bundle")
+        assert open_source(ExportRequest(str(folder))).max_images == 3
