@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from sinkprune.deadlines.policy import MARGIN, RequestHistory
 from sinkprune.policies.deadline import FEWEST_STEPS, MEASURED_STEPS, ChunkDeadline, check_costs, measure_costs
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.profiling.other_load import OtherLoad
-from sinkprune.runtime.steps import loaded_model
 from support.programs.commands import Terminal
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -241,27 +239,6 @@ def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(
         assert own._history is not None
         ratios.append(len(own._history[1].recent.first))
     assert ratios == [0, 0, 1]
-
-
-def test_frames_are_freed_before_the_budget_is_chosen(
-    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    decoded, choose, seen, alive = loaded_model.pixels_of, ChunkDeadline.choose, list[Any](), list[Any]()
-
-    def noted(*given: Any) -> Any:
-        picture = decoded(*given)
-        seen.append(weakref.ref(picture))
-        return picture
-
-    def choose_noted(*given: Any) -> Any:
-        alive.extend(picture() for picture in seen)
-        return choose(*given)
-
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
-    monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
-    act(warm, photo.copy())
-    assert alive and all(picture is None for picture in alive)
 
 
 def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:

@@ -32,6 +32,10 @@ from support.references.pi05 import Pi05Reference, silu, state_text, time_embedd
 from support.references.reference import one_stage
 from support.references.steps import Watched
 
+Bundles = Callable[..., Path]
+Policies = Callable[..., Policy]
+References = Callable[[str], Pi05Reference]
+
 Array = np.ndarray[Any, Any]
 STEPS = 10
 BUDGETS = ("prune-66.7", "prune-77.8", "prune-88.9+raster", "prune-80+no-sanitizer")
@@ -39,13 +43,13 @@ INSTRUCTION = "pick up the red cup"
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Pi05Reference]:
+def reference(checkpoint: Callable[[str], Path]) -> References:
     """A small checkpoint in transformers and numpy."""
     return cache(lambda name: Pi05Reference(checkpoint(name)))
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+def policy(bundle: Bundles) -> Policies:
     """A loaded small policy of three cameras."""
 
     @cache
@@ -81,11 +85,7 @@ def in_robots_units(policy: Policy, actions: Array) -> Array:
 @pytest.mark.parametrize("missing", [None, 1])
 @pytest.mark.parametrize("name", PI05_SHAPES)
 def test_unpruned_chunks_equal_the_reference(
-    name: str,
-    missing: int | None,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
+    name: str, missing: int | None, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
     own, torch_model, seen = policy(name), reference(name), frames(photo)
     state, noise = drawn(own)
@@ -102,30 +102,34 @@ def test_unpruned_chunks_equal_the_reference(
     np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", PI05_SHAPES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "budget", "dialect"),
+    [*((name, budget, "opset24") for name in PI05_SHAPES for budget in BUDGETS), ("pi0.5", "prune-77.8", "opset20")],
+)
 def test_pruned_chunks_equal_the_reference_with_masked_tokens(
-    budget: str,
-    name: str,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
+    name: str, budget: str, dialect: str, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
-    assert_equals_masked(policy(name), reference(name), name, budget, frames(photo))
-
-
-def test_the_other_dialect_prunes_as_the_reference_masks(
-    policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference], photo: Image.Image
-) -> None:
-    assert_equals_masked(policy("pi0.5", "opset20"), reference("pi0.5"), "pi0.5", "prune-77.8", frames(photo))
+    own, torch_model, seen = policy(name, dialect), reference(name), frames(photo)
+    (state, noise), steps = drawn(own), Watched()
+    torch_model.text = state_text(INSTRUCTION, normalised(own, state))
+    report = own.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
+    towers = torch_model.tower(seen)
+    prefix, sources = sanitized_rows(torch_model, towers, budget)
+    options, count = parse_budget("pi0.5", budget), len(towers[0][0])
+    stage = one_stage(options, count, PI05_SHAPES[name].num_layers)
+    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
+    masked = masked_prefix(torch_model, prefix, budget, stages)
+    caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
+    position = len(seen) * count + len(prefix.text)
+    expected = torch_model.chunk(caches, [one.numpy() for one in masked.visible], position, noise, STEPS)
+    assert [kept.index.ravel().tolist() for kept in report.images] == sources
+    assert report.tokens_per_layer == [int(one.sum()) - len(prefix.text) for one in masked.visible]
+    assert report.tokens_per_layer[-1] < report.visual_tokens
+    np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
 def test_held_actions_have_the_time_0_of_their_training(
-    checkpoint: Callable[[str], Path],
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
-    tmp_path: Path,
+    checkpoint: Callable[[str], Path], policy: Policies, reference: References, photo: Image.Image, tmp_path: Path
 ) -> None:
     source = shutil.copytree(checkpoint("pi0.5"), tmp_path / "trained")
     config = json.loads((source / "config.json").read_text())
@@ -161,27 +165,6 @@ def test_held_actions_have_the_time_0_of_their_training(
         trained.act(seen, INSTRUCTION, state, held=np.zeros((4, width)))
 
 
-def assert_equals_masked(
-    policy: Policy, reference: Pi05Reference, name: str, budget: str, seen: list[Image.Image]
-) -> None:
-    (state, noise), steps = drawn(policy), Watched()
-    reference.text = state_text(INSTRUCTION, normalised(policy, state))
-    report = policy.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
-    towers = reference.tower(seen)
-    prefix, sources = sanitized_rows(reference, towers, budget)
-    options, count = parse_budget("pi0.5", budget), len(towers[0][0])
-    stage = one_stage(options, count, PI05_SHAPES[name].num_layers)
-    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
-    masked = masked_prefix(reference, prefix, budget, stages)
-    caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
-    position = len(seen) * count + len(prefix.text)
-    expected = reference.chunk(caches, [one.numpy() for one in masked.visible], position, noise, STEPS)
-    assert [kept.index.ravel().tolist() for kept in report.images] == sources
-    assert report.tokens_per_layer == [int(one.sum()) - len(prefix.text) for one in masked.visible]
-    assert report.tokens_per_layer[-1] < report.visual_tokens
-    np.testing.assert_allclose(report.actions, in_robots_units(policy, expected), atol=1e-3)
-
-
 def facts(width: int) -> PolicyFacts:
     model = LanguageModel(32, 64, 1, 1, 1, 16, 320, 512, 1e4)
     return PolicyFacts(model, 1, 32, 4, 1, 4e-3, 4.0, (0.0,) * width, (1.0,) * width, (), (), state_in_prompt=True)
@@ -203,9 +186,7 @@ def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
 
 
-def test_scales_shifts_and_gates_equal_the_reference(
-    policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference]
-) -> None:
+def test_scales_shifts_and_gates_equal_the_reference(policy: Policies, reference: References) -> None:
     """To 1e-6 of the largest, at every step of several numbers of steps."""
     own, model = policy("pi0.5"), reference("pi0.5")
     facts = own.facts
@@ -226,9 +207,7 @@ def test_scales_shifts_and_gates_equal_the_reference(
             np.testing.assert_allclose(found_rows[0], np.stack(expected), atol=1e-6 * np.abs(expected).max())
 
 
-def test_each_time_is_computed_once(
-    bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_time_is_computed_once(bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[str]()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Any:
@@ -255,9 +234,7 @@ def test_each_time_is_computed_once(
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_no_chunk_with_a_deadline_waits_for_times(
-    warm_up: bool, bundle: Callable[..., Path], photo: Image.Image
-) -> None:
+def test_no_chunk_with_a_deadline_waits_for_times(warm_up: bool, bundle: Bundles, photo: Image.Image) -> None:
     """Of any number of steps up to the checkpoint's; all in all as many times as there are fractions."""
     policy = Policy.load(bundle("pi0.5", budgets=BUDGETS, max_images=3))
     if warm_up:

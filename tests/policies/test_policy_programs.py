@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -15,34 +16,39 @@ import pytest
 from PIL import Image
 
 from sinkprune import Policy, PolicyLoop
+from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import CheckpointError, NumericsError, PromptError, UnusualStateWarning, UsageError
 from sinkprune.contract.flops import expert_flops, layer_flops, policy_flops
 from sinkprune.contract.manifest import NumberRanges
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.checkpoint.presets import PRESETS, small_text
+from sinkprune.export.families import read_family
 from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.policies.observation import observed
-from sinkprune.runtime.hooks import Observer
 from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow
 from support.references.pi05 import state_text
+from support.references.reference import one_stage
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
+
+Checkpoints = Callable[[str], Path]
 
 INSTRUCTION, BUDGETS = "pick up the red cup", ("prune-77.8",)
 STATE = [0.4, -1.2, 0.7, 0.1, -0.9]
 
 
 @pytest.fixture(scope="module")
-def source(bundle: Callable[..., Path]) -> Callable[[str], Path]:
+def source(bundle: Callable[..., Path]) -> Checkpoints:
     """A small policy of two cameras, or of one."""
     return lambda name: bundle(name, budgets=BUDGETS, max_images=1 if name == "openvla" else 2)
 
 
 @pytest.fixture(scope="module")
-def oft(source: Callable[[str], Path]) -> Policy:
+def oft(source: Checkpoints) -> Policy:
     """A policy of two cameras with a state."""
     return Policy.load(source("openvla-oft"))
 
@@ -74,7 +80,7 @@ def test_a_loop_cannot_continue_a_chunk_by_denoising(oft: Policy) -> None:
         PolicyLoop(oft, lambda: None, lambda action: None, "go", rate_hz=5, join="inpaint")  # type: ignore[arg-type,return-value]
 
 
-def test_rows_of_actions_are_those_of_openvla_oft(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rows_of_actions_are_those_of_openvla_oft(source: Checkpoints, tmp_path: Path) -> None:
     made = run(
         *("sinkprune-export", "openvla-7b", "--random-weights", "-o", tmp_path / "x"),
         *("--budgets", "prune-80+action-rows"),
@@ -106,7 +112,7 @@ def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: li
 
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
 def test_every_shape_lies_in_an_optimisation_profile(
-    name: str, source: Callable[[str], Path], frames: list[Image.Image]
+    name: str, source: Checkpoints, frames: list[Image.Image]
 ) -> None:
     opened = read_bundle(source(name))
     policy, seen = Policy.load(opened), frames[: opened.manifest.max_images]
@@ -126,18 +132,10 @@ def test_every_shape_lies_in_an_optimisation_profile(
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [
-        *((name, "onnxruntime") for name in ("openvla-oft", "openvla", "pi0.5")),
-        slow(("pi0.5", "openvino")),
-    ],
+    [*((name, "onnxruntime") for name in ("openvla-oft", "openvla", "pi0.5")), slow(("pi0.5", "openvino"))],
 )
 def test_engines_pass_the_gate_and_act_as_the_graphs(
-    name: str,
-    target: str,
-    source: Callable[[str], Path],
-    frames: list[Image.Image],
-    photo_file: Path,
-    tmp_path: Path,
+    name: str, target: str, source: Checkpoints, frames: list[Image.Image], photo_file: Path, tmp_path: Path
 ) -> None:
     engines, bundle = tmp_path / "engines", source(name)
     most = 80 if name == "pi0.5" else 160
@@ -158,7 +156,7 @@ def test_engines_pass_the_gate_and_act_as_the_graphs(
 
 
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
-def test_a_deadline_chooses_a_budget(name: str, source: Callable[[str], Path], frames: list[Image.Image]) -> None:
+def test_a_deadline_chooses_a_budget(name: str, source: Checkpoints, frames: list[Image.Image]) -> None:
     policy = Policy.load(source(name))
     seen, state = frames[: policy.bundle.manifest.max_images], policy.facts.usual_state
     policy.warm_up(seen, INSTRUCTION, state, seconds=0)
@@ -169,7 +167,7 @@ def test_a_deadline_chooses_a_budget(name: str, source: Callable[[str], Path], f
     assert chunk.budget in ("none", BUDGETS[0])
 
 
-def test_commands_act_and_profile(source: Callable[[str], Path], photo_file: Path, tmp_path: Path) -> None:
+def test_commands_act_and_profile(source: Checkpoints, photo_file: Path, tmp_path: Path) -> None:
     cameras = ("--camera", photo_file, "--camera", photo_file, "--instruction", INSTRUCTION)
     refused = run("sinkprune-act", source("openvla-oft"), *cameras)
     assert_refused(refused, "no state was given, expected 8 numbers")
@@ -187,7 +185,7 @@ def test_commands_act_and_profile(source: Callable[[str], Path], photo_file: Pat
     assert re.search(r"1\s+step|1 step|denoising", done.stdout) and set(report["budgets"]) == {"none", *BUDGETS}
 
 
-def test_an_action_that_ends_early_is_an_error(source: Callable[[str], Path], photo: Image.Image) -> None:
+def test_an_action_that_ends_early_is_an_error(source: Checkpoints, photo: Image.Image) -> None:
     """The original decodes tokens of the prompt as numbers then."""
     policy, calls = Policy.load(source("openvla")), list[int]()
     head = policy._model.chain.last
@@ -213,7 +211,7 @@ def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) 
     assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
 
 
-def test_flops_of_pi05_are_those_of_the_matrices(source: Callable[[str], Path]) -> None:
+def test_flops_of_pi05_are_those_of_the_matrices(source: Checkpoints) -> None:
     """A chunk's rows through all matrices of a step: what the time conditions has a graph of its own."""
     opened = read_bundle(source("pi0.5"))
     facts = opened.manifest.policy
@@ -244,24 +242,8 @@ def test_every_form_of_weights_acts(
     )
 
 
-def test_observers_see_the_chunk(oft: Policy, frames: list[Image.Image]) -> None:
-    class Seen(Observer):
-        def acted(self, actions: Any) -> None:
-            self.actions = actions
-
-    seen = Seen()
-    report = oft.act(frames, INSTRUCTION, oft.facts.usual_state, observer=seen)
-    # The gripper stays as the network gives it, and all others are in the robot's units.
-    np.testing.assert_allclose(report.actions[:, 6], seen.actions[0, :, 6], atol=1e-6)
-    assert abs(report.actions[:, 0] - seen.actions[0, :, 0]).max() > 0.1
-
-
 def test_lerobots_form_gives_the_same_chunks(
-    checkpoint: Callable[[str], Path],
-    source: Callable[[str], Path],
-    photo: Image.Image,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Checkpoints, source: Checkpoints, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames have the tower's size, which neither form resizes, and statistics are quantiles."""
     original = checkpoint("pi0.5")
@@ -304,7 +286,7 @@ def vars_of(policy: Policy) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def test_weights_of_pi0_are_rejected(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of pi0.5 by pi0: the tensors that differ are named."""
     for name, kind, tensor in (("pi0", "pi05", "time_mlp_in"), ("pi0.5", "pi0", "action_time_mlp_in")):
@@ -313,3 +295,72 @@ def test_weights_of_pi0_are_rejected(
         with pytest.raises(CheckpointError, match=rf"holds no tensor '.*({tensor})"):
             export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / f"{kind}-bundle")
         assert open_source(ExportRequest(str(folder))).max_images == 3
+
+
+PRESET_BUDGETS = tuple(FAMILIES["pi0"].budgets)
+TOKENS, CAMERAS, LAYERS = 256, 3, 18
+
+
+def narrow(config: Any) -> Any:
+    """A preset's configuration with small matrices, three tower blocks and few words."""
+    config = copy.deepcopy(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48}
+    vlm = config["vlm_config"]
+    vlm |= {"projection_dim": 32, "image_token_id": 400}
+    vlm["text_config"] |= {**heads, "hidden_size": 32, "vocab_size": 400}
+    vlm["vision_config"] |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "projection_dim": 32,
+    }
+    config["dit_config"] |= {**heads, "hidden_size": 16}
+    return config
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """The narrow preset, exported with random weights for three cameras."""
+    folder = tmp_path_factory.mktemp("preset")
+    (folder / "config.json").write_text(json.dumps(narrow(PRESETS["pi0"])))
+    done = run("sinkprune-export", folder, "--random-weights", "--max-images", CAMERAS, "-o", folder / "policy")
+    assert done.code == 0, done.stderr
+    return Policy.load(folder / "policy")
+
+
+@pytest.mark.parametrize("budget", ["none", *PRESET_BUDGETS])
+def test_a_preset_acts(budget: str, preset: Policy, photo: Image.Image) -> None:
+    cameras = [photo, photo.rotate(90), photo.crop((0, 0, 90, 50))]
+    report = preset.act(cameras, "pick up the cup", [0.1] * 32, budget=budget, seed=0)
+    assert report.actions.shape == (50, 32) and np.isfinite(report.actions).all()
+    assert (report.visual_tokens, report.steps) == (CAMERAS * TOKENS, 10)
+    # A quota for each camera: what one camera's tokens become, three times (docs/policies.md).
+    stages, cut = [TOKENS] * 2, LAYERS
+    if budget != "none":
+        shares = FAMILIES["pi0"].budgets[budget]
+        ((cut, left),) = one_stage(shares, TOKENS, LAYERS).items()
+        stages = [shares.resolve(TOKENS).kept, left]
+    expected = [stages[layer > cut] for layer in range(LAYERS)]
+    assert report.tokens_per_layer == [CAMERAS * count for count in expected]
+    for kept in report.images:
+        assert kept.index.size == stages[0]
+        assert [rows.size for rows in kept.after_stage.values()] == (stages[1:] if budget != "none" else [])
+
+
+@pytest.mark.parametrize("image", [400, 399])
+def test_the_tokenizer_of_random_weights_has_the_image_token(image: int) -> None:
+    """As the token after the vocabulary, and inside it."""
+    config = narrow(PRESETS["pi0"])
+    config["vlm_config"]["image_token_id"] = image
+    family = read_family("narrow", config)
+    made = json.loads(small_text(400, family.special_tokens, family.chat_template).tokenizer_json)
+    added = {token["id"]: token["content"] for token in made["added_tokens"]}
+    assert added == {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", image: "<image>"}
+
+
+def test_an_image_token_in_the_place_of_another_is_refused() -> None:
+    config = narrow(PRESETS["pi0"])
+    config["vlm_config"]["image_token_id"] = 2
+    with pytest.raises(CheckpointError, match="expected 5 different ones below 400"):
+        read_family("narrow", config).special_tokens  # noqa: B018

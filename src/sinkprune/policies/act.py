@@ -105,19 +105,8 @@ def main(arguments: Sequence[str] | None) -> None:
     try:
         with explain_interrupt(_NO_CHUNK), output.until_written("acting") as progress:
             for moment in observations.moments:
-                chunks.append(
-                    policy.act(
-                        list(moment.cameras),
-                        options.instruction,
-                        moment.state,
-                        budget=options.budget,
-                        method=options.method,
-                        steps=options.steps,
-                        seed=options.seed,
-                        deadline_ms=options.deadline_ms,
-                        min_steps=options.min_steps,
-                    )
-                )
+                seen = [*moment.cameras], options.instruction, moment.state
+                chunks.append(policy.act(*seen, seed=options.seed, **_of_chunks(options)))
                 progress("acting", len(chunks), total, "chunks")
                 output.write(_line(chunks[-1], len(chunks), total))
     except (KeyboardInterrupt, SinkpruneError) as end:
@@ -152,6 +141,10 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
+def _of_chunks(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("budget", "method", "steps", "deadline_ms", "min_steps")}
+
+
 class _RecordedArm:
     """An arm that plays its recorded moments, one a tick from the first action on, and notes what it is sent."""
 
@@ -176,13 +169,12 @@ class _RecordedArm:
 
 def _rehearse(policy: Policy, moments: Sequence[Moment], options: Options, facts: dict[str, Any]) -> None:
     """Run the loop over all moments, print what it did, and write its report; raises the fault that ended it."""
-    names = ("budget", "method", "steps", "deadline_ms", "min_steps")
-    given = {name: getattr(options, name) for name in names}
-    given |= {name: value for name in _OF_LOOP if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _OF_LOOP if (value := getattr(options, name)) is not None}
+    given |= {"rate_hz": options.rate, **_of_chunks(options)}
     output = RunningOutput(options.json)
     with explain_interrupt("the loop did not come to its end, so nothing was kept."), output.until_written("acting"):
         arm = _RecordedArm(moments, options.rate)
-        loop = PolicyLoop(policy, arm.observe, arm.send, options.instruction, rate_hz=options.rate, **given)
+        loop = PolicyLoop(policy, arm.observe, arm.send, options.instruction, **given)
         report = loop.run(len(moments) / options.rate)
     output.write(_loop_lines(report))
     captured = to_json(policy.backend.captured())
@@ -304,10 +296,7 @@ def _check_combinations(options: Options, observations: Observations) -> None:
 
 
 def _open(options: Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
-    """Open the policy's bundle, and check the budget and all observations before anything is loaded.
-
-    Returns the bundle, the observations in the order of its cameras, and the notes on states that were printed.
-    """
+    """Return the bundle, the observations in the order of its cameras, and notes that were printed; loads nothing."""
     bundle = read_runnable(options.bundle, options.trust)
     manifest = bundle.manifest
     check_kind(bundle, acts=True)
@@ -320,10 +309,7 @@ def _open(options: Options, observations: Observations) -> tuple[Bundle, Observa
 
 
 def _usable_costs(options: Options, bundle: Bundle, frames: int) -> ActionCosts | None:
-    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
-
-    Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
-    """
+    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured."""
     place = place_here(options, bundle)
     if options.warm_up:
         return None

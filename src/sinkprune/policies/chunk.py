@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -263,29 +263,23 @@ Choose = Callable[[int], tuple[str, int]]
 done."""
 
 
+@dataclass
 class _ChunkBudgets(Budgets):
-    """Runs the budget that `choose` returns, and holds its steps."""
+    """Runs the budget that `pick` returns, and holds its steps."""
 
-    steps: int
+    model: LoadedModel
+    method: str
+    plan: Plan | None
+    layouts: Sequence[VisualLayout]
+    pick: Choose
+    timed: bool
+    steps: int = 0
     """After `choose`."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        method: str,
-        plan: Plan | None,
-        layouts: Sequence[VisualLayout],
-        choose: Choose,
-        *,
-        timed: bool,
-    ) -> None:
-        self._model, self._method, self._layouts, self._choose = model, method, layouts, choose
-        self.plan, self.timed = plan, timed
-
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
-        budget, self.steps = self._choose(text)
-        planned = _planned(self._model, text, self._layouts, self._method, budget)
-        self._model.chain.load_plan(planned.plan)
+        budget, self.steps = self.pick(text)
+        planned = _planned(self.model, text, self.layouts, self.method, budget)
+        self.model.chain.load_plan(planned.plan)
         return planned
 
 
@@ -365,7 +359,7 @@ def run_chunk(
     rows = _AllCameras()
     encode_prompt = partial(_encoded, model, observation)
     looked = look(model, observation.cameras, encode_prompt, None, rows, observer, clock, "latency")
-    budgets = _ChunkBudgets(model, method, plan, looked.layouts, choose, timed=timed)
+    budgets = _ChunkBudgets(model, method, plan, looked.layouts, choose, timed)
 
     def question_of(plan: Plan | None) -> list[int]:
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []

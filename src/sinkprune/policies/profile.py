@@ -212,10 +212,7 @@ def _step_list(words: str) -> list[int]:
 
 
 def _profile(options: Options, bundle: Bundle, observations: Observations) -> None:
-    """Measure the policy `bundle`, print a table, and write the report.
-
-    Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
-    """
+    """Measure the policy `bundle`, print a table, and write the report, also of complete rounds after Ctrl-C."""
     manifest = bundle.manifest
     if len(observations.moments) > 1:
         raise UsageError(

@@ -28,10 +28,10 @@ from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.serving.bodies import Bodies, Body, Places
 from sinkprune.serving.body_fields import ApiError, field_of, shortage, shutting_down
 from sinkprune.serving.callers import Callers
 from sinkprune.serving.chat_request import ChatReader, ChatRequest
+from sinkprune.serving.connections import Bodies, Body, Places
 from sinkprune.serving.page import Metrics, page_endpoint
 from sinkprune.serving.picture_urls import MOST_REMOTE_BYTES, PictureReader, fetch_https
 from sinkprune.serving.responses import Completion, FileNotes, TokenLogprobs, ToolAnswerReader, event

@@ -328,7 +328,7 @@ def _read_tools(given: Mapping[str, Any]) -> Tools | None:
         case {"type": "function", "function": {"name": str(called)}}:
             choice, name = "required", called
         case _:
-            raise _expected("tool_choice", format_json(choice), "auto, none, required or a function by its name")
+            raise _unexpected("tool_choice", format_json(choice), "auto, none, required or a function by its name")
     if functions == []:
         if choice == "required":
             raise ApiError("tool_choice needs a call, and there are no tools. Give tools.", "tool_choice")
@@ -349,7 +349,7 @@ class _OpenCalls:
         """Return the calls of an assistant's message, which wait for their results from now on."""
         given, calls = message.get("tool_calls"), []
         if not isinstance(given, list | None):
-            raise _expected(f"{where}.tool_calls", format_json(given), "a list of calls")
+            raise _unexpected(f"{where}.tool_calls", format_json(given), "a list of calls")
         for one in given or ():
             match one:
                 case {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}:
@@ -358,7 +358,7 @@ class _OpenCalls:
                     except UsageError as error:
                         raise wrong(f"{where}: {error}") from error
                 case _:
-                    raise _expected(
+                    raise _unexpected(
                         f"{where}.tool_calls", format_json(one), "calls with id, type function, and function"
                     )
             if call.id in self._ids:
@@ -372,7 +372,7 @@ class _OpenCalls:
         given = message.get("tool_call_id")
         if not isinstance(given, str) or given not in self._ids:
             found = format_field(message, "tool_call_id")
-            raise _expected(f"{where}.tool_call_id", found, "the id of a call of the assistant's message before it")
+            raise _unexpected(f"{where}.tool_call_id", found, "the id of a call of the assistant's message before it")
         self._ids.remove(given)
         return Turn("tool", (text,), tool_call_id=given)
 
@@ -414,5 +414,5 @@ def _is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
 
 
-def _expected(name: str, found: str, expected: str) -> ApiError:
+def _unexpected(name: str, found: str, expected: str) -> ApiError:
     return ApiError(f"{name} is {found}, expected {expected}.", name.partition("[")[0])

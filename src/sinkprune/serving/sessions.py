@@ -107,17 +107,10 @@ class Prefix:
     scored: Mapping[str, Array]
     """The last segment's `SCORED` outputs, on the host; empty where no select follows."""
 
-    def stored(self, rows: int) -> list[StoredRows]:
-        """Return the first `rows` rows of each segment."""
-        last = len(self.saved) - 1
-        return [
-            StoredRows(rows, saved, self.scored if number == last else {}) for number, saved in enumerate(self.saved)
-        ]
-
     def same(self, text: Sequence[int]) -> int:
         """Return how many first ids `text` has in common with the prefix's.
 
-        Without a select, its last id does not count: the hidden row of the prompt's last row is not stored.
+        Without a select, its last id does not count: the prompt's last row runs again, because its logits are needed.
         """
         most = min(len(self.text), len(text) if self.scored else len(text) - 1)
         return next((number for number in range(most) if self.text[number] != text[number]), most)
@@ -157,17 +150,6 @@ class PrefixCache:
             digest = last[1]
         seen = (plan.picture_share, plan.tower) if plan is not None else (None, None)
         return digest if seen == (None, None) else digest + repr(seen).encode()
-
-    def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
-        """Return a stored prompt and how many rows a prompt shares with it, or None.
-
-        `text` are the prompt's ids after the last picture. All rows may be shared where a select follows. Otherwise
-        the last row is not, because its logits are needed.
-        """
-        found: Prefix | None = self.get(key)
-        if found is None or not text:
-            return None
-        return found, found.length + found.same(text)
 
     def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
         """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
@@ -244,11 +226,14 @@ class SessionRows(Rows):
         self._lead_key = LeadKey(lead if worth else (), (*cut,))
         stored = [*(self._cache.get(self._lead_key) or ())]
         self._new_lead = self._cache.stores_any and bool(self._lead_key.text) and not stored
-        shared = self._cache.shared(self._key, texts[-1])
-        if shared is None:
+        prefix: Prefix | None = self._cache.get(self._key)
+        if prefix is None or not texts[-1]:
             return Restored(None, stored)
-        prefix, rows = shared
-        stored[: len(prefix.saved)] = prefix.stored(rows)
+        rows, last = prefix.length + prefix.same(texts[-1]), len(prefix.saved) - 1
+        stored[: last + 1] = [
+            StoredRows(rows, saved, prefix.scored if number == last else {})
+            for number, saved in enumerate(prefix.saved)
+        ]
         return Restored(prefix.encoded, stored)
 
     def keep(self, chain: Chain, run: PromptRun) -> None:
