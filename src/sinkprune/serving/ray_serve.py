@@ -52,7 +52,9 @@ def build(arguments: Mapping[str, Any]) -> Any:
     with needs_package("Ray Serve", install_command("ray")):
         from ray import serve
         from ray.serve.config import RequestRouterConfig
-    router = {"request_router_config": RequestRouterConfig(request_router_class=_BY_SESSION)}
+    router = dict[str, Any]()
+    if options.sessions:
+        router["request_router_config"] = RequestRouterConfig(request_router_class=_BY_SESSION)
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="sinkprune",
@@ -61,7 +63,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
         max_ongoing_requests=options.max_queue,
         max_queued_requests=options.max_waiting,
         ray_actor_options={"num_cpus": options.threads},
-        **(router if options.sessions else {}),
+        **router,
     )
     return deployment.bind(options)
 
