@@ -303,14 +303,6 @@ def in_two_pieces(body: dict[str, Any]) -> Iterator[bytes]:
     yield content[-50:]
 
 
-def paused(address: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return what the server did for a request whose body pauses."""
-    url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
-    response = httpx.post(url, content=content, headers=AS_JSON, timeout=60)
-    found: dict[str, Any] = response.json()["sinkprune"]
-    return found
-
-
 def test_the_first_text_comes_after_reading_queue_and_first_token(pipe: Pipeline, photo: Image.Image) -> None:
     body = {"model": "m", "messages": asked(photo, QUESTION), "stream": True, "max_tokens": 4}
     first, done = 0.0, {}
@@ -333,7 +325,8 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: 
     try:
         with served(pipe) as address:
             for deadline_ms in (PAUSE_MS - 1, PAUSE_MS + 60_000):
-                found = paused(address, {**body, "deadline_ms": deadline_ms})
+                url, content = f"{address}/v1/chat/completions", in_two_pieces({**body, "deadline_ms": deadline_ms})
+                found = httpx.post(url, content=content, headers=AS_JSON, timeout=60).json()["sinkprune"]
                 report, waited = found["deadline"], found["read_ms"] + found["queued_ms"]
                 assert report["deadline_ms"] == deadline_ms
                 assert report["met"] == (report["measured_ms"] <= deadline_ms) == (deadline_ms > PAUSE_MS)
