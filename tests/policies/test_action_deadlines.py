@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from sinkprune import Policy
+from sinkprune import Policy, read_action_costs, write_costs
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
 from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place, Prediction
 from sinkprune.deadlines.policy import MARGIN, RequestHistory
-from sinkprune.policies.deadline import FEWEST_STEPS, ChunkDeadline, check_costs
+from sinkprune.policies.deadline import FEWEST_STEPS, MEASURED_STEPS, ChunkDeadline, check_costs, measure_costs
 from sinkprune.policies.report import ActionDeadline, ActionReport
-from sinkprune.runtime.steps import loaded_model
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.programs.commands import Terminal
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -242,27 +241,6 @@ def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(
     assert ratios == [0, 0, 1]
 
 
-def test_frames_are_freed_before_the_budget_is_chosen(
-    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    decoded, choose, seen, alive = loaded_model.pixels_of, ChunkDeadline.choose, list[Any](), list[Any]()
-
-    def noted(*given: Any) -> Any:
-        picture = decoded(*given)
-        seen.append(weakref.ref(picture))
-        return picture
-
-    def choose_noted(*given: Any) -> Any:
-        alive.extend(picture() for picture in seen)
-        return choose(*given)
-
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
-    monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
-    act(warm, photo.copy())
-    assert alive and all(picture is None for picture in alive)
-
-
 def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:
     assert act(warm, photo, deadline_ms=1, steps=2).steps == 2
     assert act(warm, photo, deadline_ms=1).steps == FEWEST_STEPS
@@ -313,3 +291,71 @@ def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Im
         act(own, photo)
     with pytest.raises(UsageError, match="seconds is -1"):
         own.warm_up([photo, None], "go", STATE, seconds=-1)
+
+
+def test_a_warm_up_keeps_its_costs_for_later_processes(
+    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    policy, began = Policy(warm.bundle, warm.backend), time.time()
+    costs = policy.warm_up([photo, photo], "go", STATE, seconds=0)
+    later = Policy.load(warm.bundle.path)
+    deadline = act(later, photo).deadline
+    assert ActionCosts.cached(policy.place, "sinkpruner") == costs == policy.costs == later.costs
+    assert (list(costs.budgets), costs.frames, costs.place, costs.load) == ([*NAMES], 2, policy.place, 0.0)
+    assert costs.measured_at is not None and began <= costs.measured_at <= time.time()
+    assert deadline is not None and (deadline.budget, deadline.costs_load) == ("none", 0.0)
+    assert ActionCosts.cached(policy.place, "fastv") is None
+    write_costs(tmp_path / "costs.json", costs)
+    assert read_action_costs(tmp_path / "costs.json", policy.place) == costs
+
+
+def chunk_of(budget: str, step_ms: list[float]) -> ActionReport:
+    """A chunk that only measuring costs reads: 7 tokens of text, and 100 or 20 of frames in each layer."""
+    layers = [100, 100] if budget == "none" else [30, 10]
+    return ActionReport(None, True, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
+
+
+def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk takes 10 and 3 times its number of milliseconds, by a clock that chunks move."""
+    clock, ran = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
+        # The frames and the tower take any time.
+        clock[0] += 100 * len(ran)
+        tower, times = clock[0] / 1e3, 1000 if len(ran) < 2 else 1 + len(ran) // 2
+        ran.append((budget, steps))
+        step = [times * (3.0 if budget == "none" else 1.0)] * steps
+        clock[0] += 10 * times + sum(step)
+        return tower, chunk_of(budget, step)
+
+    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None)
+    assert (costs.method, costs.frames, costs.place, costs.prompt_tokens) == ("sinkpruner", 1, PLACE, 7)
+    budgets = costs.budgets
+    assert ran[:4] == [("none", MEASURED_STEPS), ("prune-88.9", MEASURED_STEPS)] * 2
+    # Three rounds count, whose chunks take 2, 3 and 4 times as long.
+    assert len(ran) == 8
+    assert budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9), 107)  # type: ignore[arg-type]
+    assert budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3), 27)  # type: ignore[arg-type]
+    assert budgets["none"].chunk_ms(10) == pytest.approx(120)
+
+
+def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load does not make it seem slower than a larger one. Pruning itself may be slower."""
+    clock, ms = [0.0], {"none": (10, 1), "prune-66.7": (30, 5), "prune-80": (25, 7), "prune-88.9": (28, 4)}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
+        (before, step), tower = ms[budget], clock[0] / 1e3
+        clock[0] += before + steps * step
+        return tower, chunk_of(budget, [float(step)] * steps)
+
+    found = measure_costs(act, "sinkpruner", tuple(ms), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None).budgets
+    assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
+        "none": (10, 1),
+        "prune-66.7": (30, 5),
+        "prune-80": (25, 5),
+        "prune-88.9": (25, 4),
+    }

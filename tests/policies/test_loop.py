@@ -139,12 +139,9 @@ def test_a_plan_joins_chunks_and_drops_what_is_past(join: Any) -> None:
     assert [float(plan.take(tick).action[0]) for tick in (0, 1)] == [0, 1]  # type: ignore[union-attr]
     # For ticks 1 to 6; tick 1 is past, and ticks 2 to 5 have both.
     assert plan.add(new, 1, 2.0, 2) == 1
-    expected = [101, 102, 103, 104, 105]
+    expected = [101.0, 102, 103, 104, 105]
     if join == "blend":
-        expected = [
-            *(w * n + (1 - w) * o for w, n, o in zip([0.2, 0.4, 0.6, 0.8], expected, [2, 3, 4, 5], strict=False)),
-            105,
-        ]
+        expected[:4] = [0.2 * 101 + 0.8 * 2, 0.4 * 102 + 0.6 * 3, 0.6 * 103 + 0.4 * 4, 0.8 * 104 + 0.2 * 5]
     coming = plan.coming(2, 9)
     assert coming is not None
     np.testing.assert_allclose(coming[:, 0], expected)
@@ -201,26 +198,15 @@ def overflow() -> None:
     raise NumericsError("not finite")
 
 
+NAN = np.full((CHUNK, 2), math.nan)
 FAULTS: dict[str, tuple[str, str, Callable[[], Any], str, str]] = {
     "camera ends": ("robot", "observe", lambda: None, "observe", "its cameras ended"),
     "camera fails": ("robot", "observe", boom, "observe", "Boom: the cable is out"),
     "policy fails": ("thinker", "act", boom, "act", "Boom: the cable is out"),
     "policy overflows": ("thinker", "act", overflow, "not finite", "not finite"),
-    "action is nan": (
-        "thinker",
-        "act",
-        lambda: SimpleNamespace(actions=np.full((CHUNK, 2), math.nan)),
-        "not finite",
-        "the action is \\[nan, nan\\]",
-    ),
+    "action is nan": ("thinker", "act", lambda: SimpleNamespace(actions=NAN), "not finite", "is \\[nan, nan\\]"),
     "arm fails": ("robot", "send", boom, "send", "Boom: the cable is out"),
-    "frame is old": (
-        "robot",
-        "observe",
-        lambda: Observed([], [0.0], taken=0.0),
-        "stale frame",
-        "ms old, the limit is 1000 ms",
-    ),
+    "frame is old": ("robot", "observe", lambda: Observed([], [0.0], 0.0), "stale frame", "the limit is 1000 ms"),
 }
 
 
@@ -288,12 +274,6 @@ def test_a_first_chunk_that_is_too_slow_is_followed_by_a_second() -> None:
     assert report.fault is not None and report.fault.kind == "stale frame" and report.chunks == 2
 
 
-def test_an_error_of_hold_is_a_fault() -> None:
-    report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000, hold=lambda last: 1 / 0)
-    assert report.fault is not None and report.fault.kind == "hold"
-    assert report.held_ticks == 0 and report.ticks == len(robot.sent) == report.fault.tick
-
-
 def test_a_run_ends_after_its_last_chunk() -> None:
     """Otherwise a process could end while an engine runs."""
     report, _, thinker = ran(seconds=0.5, thinks=5.0, max_age_ms=60_000)
@@ -306,6 +286,9 @@ def test_a_horizon_keeps_chunks_apart_and_hold_makes_the_missing_actions() -> No
     assert (gaps >= 7).all() and (gaps < 8.1).all()
     report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000, hold=np.zeros_like)
     assert sum(not action.any() for _, action in robot.sent) == report.held_ticks > 0
+    report, robot, _ = ran(seconds=12, thinks=1.2, max_age_ms=10_000, hold=lambda last: 1 / 0)
+    assert report.fault is not None and report.fault.kind == "hold"
+    assert report.held_ticks == 0 and report.ticks == len(robot.sent) == report.fault.tick
 
 
 def test_limits_bound_range_and_change() -> None:
@@ -363,9 +346,7 @@ def test_held_actions_have_their_noised_values_in_each_step(bundle: Callable[...
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         def noted(inputs: Any) -> Any:
             outputs = engine(inputs)
-            calls.append(
-                (np.array(backend.numpy(inputs["actions"])), np.array(backend.numpy(outputs["actions_out"])))
-            )
+            calls.append((backend.numpy(inputs["actions"]).copy(), backend.numpy(outputs["actions_out"]).copy()))
             return outputs
 
         return noted if graph == "expert" else engine

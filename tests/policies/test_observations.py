@@ -34,11 +34,13 @@ from sinkprune.policies.observation import (
 from support.models.manifests import change_policy
 from support.programs.commands import run
 
+Bundles = Callable[..., Path]
+
 WIDTH, CHUNK, ACTIONS = 5, 5, 4
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Callable[..., Path]) -> Policy:
+def policy(bundle: Bundles) -> Policy:
     """A small policy of two cameras, whose state has five numbers."""
     return Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
 
@@ -118,7 +120,7 @@ def test_times_add_up(policy: Policy, photo: Image.Image) -> None:
     assert report.flops.total > report.flops.prefix > 0
 
 
-def test_each_class_names_the_other(bundle: Callable[..., Path]) -> None:
+def test_each_class_names_the_other(bundle: Bundles) -> None:
     with pytest.raises(UsageError, match=r"is a robot policy \(family 'pi0'\).*sinkprune-act or Policy.load"):
         Pipeline.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
     with pytest.raises(UsageError, match=r"answers questions .*expected a robot policy.*sinkprune-run"):
@@ -213,8 +215,7 @@ def test_other_names_of_cameras_are_refused(cameras: Any, said: str, named: Mani
 
 
 @pytest.mark.parametrize(
-    "task",
-    ["pick", "pick\n", "pick\n\n", "pick \n", "pick ", "\npick", "pick up\nthe cup", "pick_up\n", "pick\r\n"],
+    "task", ["pick", "pick\n", "pick\n\n", "pick \n", "pick ", "\npick", "pick up\nthe cup", "pick_up\n", "pick\r\n"]
 )
 def test_an_instruction_ends_in_a_newline_as_in_lerobot(task: str, policy: Policy, photo: Image.Image) -> None:
     observation = observed(policy.bundle.manifest, [photo, None], task, [0.5] * WIDTH)
@@ -260,7 +261,7 @@ def test_relative_actions_are_added_to_the_state_after_their_normalisation_is_un
 
 
 def test_a_chunk_of_relative_actions_follows_the_measured_state(
-    policy: Policy, photo: Image.Image, bundle: Callable[..., Path], tmp_path: Path
+    policy: Policy, photo: Image.Image, bundle: Bundles, tmp_path: Path
 ) -> None:
     relative = (True, False, *[True] * (policy.facts.action_width - 2))
     changed = Policy.load(

@@ -1,11 +1,12 @@
-"""Chunks of pi0.5 against a plain reference: unpruned, and with dropped tokens masked."""
+"""pi0.5 against a plain reference: what its expert reads of the time, and chunks, also with dropped tokens masked."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
+from fractions import Fraction
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.policies import chunk
+from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.families.pi0 import state_prompt
+from support.models.pi05_checkpoints import EXPERT
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
-from support.references.pi05 import Pi05Reference, state_text
+from support.references.pi05 import Pi05Reference, silu, state_text, time_embedding
 from support.references.reference import one_stage
 from support.references.steps import Watched
+
+Bundles = Callable[..., Path]
+Policies = Callable[..., Policy]
+References = Callable[[str], Pi05Reference]
 
 Array = np.ndarray[Any, Any]
 STEPS = 10
@@ -35,13 +43,13 @@ INSTRUCTION = "pick up the red cup"
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Pi05Reference]:
+def reference(checkpoint: Callable[[str], Path]) -> References:
     """A small checkpoint in transformers and numpy."""
     return cache(lambda name: Pi05Reference(checkpoint(name)))
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+def policy(bundle: Bundles) -> Policies:
     """A loaded small policy of three cameras."""
 
     @cache
@@ -77,11 +85,7 @@ def in_robots_units(policy: Policy, actions: Array) -> Array:
 @pytest.mark.parametrize("missing", [None, 1])
 @pytest.mark.parametrize("name", PI05_SHAPES)
 def test_unpruned_chunks_equal_the_reference(
-    name: str,
-    missing: int | None,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
+    name: str, missing: int | None, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
     own, torch_model, seen = policy(name), reference(name), frames(photo)
     state, noise = drawn(own)
@@ -98,30 +102,34 @@ def test_unpruned_chunks_equal_the_reference(
     np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", PI05_SHAPES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "budget", "dialect"),
+    [*((name, budget, "opset24") for name in PI05_SHAPES for budget in BUDGETS), ("pi0.5", "prune-77.8", "opset20")],
+)
 def test_pruned_chunks_equal_the_reference_with_masked_tokens(
-    budget: str,
-    name: str,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
+    name: str, budget: str, dialect: str, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
-    assert_equals_masked(policy(name), reference(name), name, budget, frames(photo))
-
-
-def test_the_other_dialect_prunes_as_the_reference_masks(
-    policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference], photo: Image.Image
-) -> None:
-    assert_equals_masked(policy("pi0.5", "opset20"), reference("pi0.5"), "pi0.5", "prune-77.8", frames(photo))
+    own, torch_model, seen = policy(name, dialect), reference(name), frames(photo)
+    (state, noise), steps = drawn(own), Watched()
+    torch_model.text = state_text(INSTRUCTION, normalised(own, state))
+    report = own.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
+    towers = torch_model.tower(seen)
+    prefix, sources = sanitized_rows(torch_model, towers, budget)
+    options, count = parse_budget("pi0.5", budget), len(towers[0][0])
+    stage = one_stage(options, count, PI05_SHAPES[name].num_layers)
+    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
+    masked = masked_prefix(torch_model, prefix, budget, stages)
+    caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
+    position = len(seen) * count + len(prefix.text)
+    expected = torch_model.chunk(caches, [one.numpy() for one in masked.visible], position, noise, STEPS)
+    assert [kept.index.ravel().tolist() for kept in report.images] == sources
+    assert report.tokens_per_layer == [int(one.sum()) - len(prefix.text) for one in masked.visible]
+    assert report.tokens_per_layer[-1] < report.visual_tokens
+    np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
 def test_held_actions_have_the_time_0_of_their_training(
-    checkpoint: Callable[[str], Path],
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi05Reference],
-    photo: Image.Image,
-    tmp_path: Path,
+    checkpoint: Callable[[str], Path], policy: Policies, reference: References, photo: Image.Image, tmp_path: Path
 ) -> None:
     source = shutil.copytree(checkpoint("pi0.5"), tmp_path / "trained")
     config = json.loads((source / "config.json").read_text())
@@ -157,27 +165,6 @@ def test_held_actions_have_the_time_0_of_their_training(
         trained.act(seen, INSTRUCTION, state, held=np.zeros((4, width)))
 
 
-def assert_equals_masked(
-    policy: Policy, reference: Pi05Reference, name: str, budget: str, seen: list[Image.Image]
-) -> None:
-    (state, noise), steps = drawn(policy), Watched()
-    reference.text = state_text(INSTRUCTION, normalised(policy, state))
-    report = policy.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
-    towers = reference.tower(seen)
-    prefix, sources = sanitized_rows(reference, towers, budget)
-    options, count = parse_budget("pi0.5", budget), len(towers[0][0])
-    stage = one_stage(options, count, PI05_SHAPES[name].num_layers)
-    stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
-    masked = masked_prefix(reference, prefix, budget, stages)
-    caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
-    position = len(seen) * count + len(prefix.text)
-    expected = reference.chunk(caches, [one.numpy() for one in masked.visible], position, noise, STEPS)
-    assert [kept.index.ravel().tolist() for kept in report.images] == sources
-    assert report.tokens_per_layer == [int(one.sum()) - len(prefix.text) for one in masked.visible]
-    assert report.tokens_per_layer[-1] < report.visual_tokens
-    np.testing.assert_allclose(report.actions, in_robots_units(policy, expected), atol=1e-3)
-
-
 def facts(width: int) -> PolicyFacts:
     model = LanguageModel(32, 64, 1, 1, 1, 16, 320, 512, 1e4)
     return PolicyFacts(model, 1, 32, 4, 1, 4e-3, 4.0, (0.0,) * width, (1.0,) * width, (), (), state_in_prompt=True)
@@ -197,3 +184,66 @@ def test_the_state_is_written_in_bins(numbers: list[float]) -> None:
 def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     text = state_prompt(facts(2), " pick_up\nthe cup ", np.array([[[0.5, -1.5]]], np.float32))
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
+
+
+def test_scales_shifts_and_gates_equal_the_reference(policy: Policies, reference: References) -> None:
+    """To 1e-6 of the largest, at every step of several numbers of steps."""
+    own, model = policy("pi0.5"), reference("pi0.5")
+    facts = own.facts
+    layers = [f"layers.{layer}." for layer in range(facts.expert.num_layers)]
+    names = [f"{layer}{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
+    for steps in (1, 3, 10):
+        found = list(own._times.inputs(steps))
+        assert len(found) == steps
+        for number, each in enumerate(found):
+            condition = time_embedding(1 - number / steps, facts.expert.hidden_size, 4e-3, 4.0)
+            condition = silu(model.linear("time_mlp_out", silu(model.linear("time_mlp_in", condition))))
+            expected = []
+            for name in [*names, "norm"]:
+                scale, shift, gate = np.split(model.linear(f"{EXPERT}{name}.dense", condition), 3)
+                expected += [1 + scale, shift, gate]
+            assert list(each) == ["modulation"]
+            found_rows = own.backend.numpy(each["modulation"])
+            np.testing.assert_allclose(found_rows[0], np.stack(expected), atol=1e-6 * np.abs(expected).max())
+
+
+def test_each_time_is_computed_once(bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Any:
+        def counting(inputs: Any) -> Any:
+            calls.append(graph)
+            return engine(inputs)
+
+        return counting if graph in ("modulation", "expert") else engine
+
+    policy = Policy.load(bundle("pi0.5", budgets=BUDGETS, max_images=3), wrap=wrap)
+    act = partial(policy.act, [photo, None, None], "go", policy.facts.usual_state, seed=1)
+    first = act(steps=4)
+    assert (calls.count("modulation"), calls.count("expert")) == (4, 4)
+    # Four of eight steps have the same times.
+    for steps, computed in ((4, 4), (8, 8), (2, 8), (8, 8)):
+        again = act(steps=steps, budget=BUDGETS[0] if steps == 2 else "none")
+        assert calls.count("modulation") == computed and len(again.step_ms) == steps
+    np.testing.assert_array_equal(first.actions, act(steps=4).actions)
+    # Few are remembered, and a chunk has as many steps as it likes.
+    monkeypatch.setattr(chunk, "_MOST", 3)
+    act(steps=5)
+    assert len(policy._times._known) <= 3
+    np.testing.assert_array_equal(first.actions, act(steps=4).actions)
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_no_chunk_with_a_deadline_waits_for_times(warm_up: bool, bundle: Bundles, photo: Image.Image) -> None:
+    """Of any number of steps up to the checkpoint's; all in all as many times as there are fractions."""
+    policy = Policy.load(bundle("pi0.5", budgets=BUDGETS, max_images=3))
+    if warm_up:
+        policy.warm_up([photo, None, None], "go", policy.facts.usual_state, budget=BUDGETS[-1], seconds=0)
+    else:
+        policy.load_plans("sinkpruner")
+    fractions = {Fraction(number, steps) for steps in range(1, policy.facts.steps + 1) for number in range(steps)}
+    assert len(policy._times._known) == len(fractions) > policy.facts.steps
+    # No more than are remembered, and none is lost.
+    first, count = policy._times._known[1.0], len(fractions)
+    policy._times.load(200)
+    assert policy._times._known[1.0] is first and count < len(policy._times._known) <= chunk._MOST

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
+from tests.policies.test_pi05_equals_reference import in_robots_units, normalised
 
 from sinkprune import Policy
 from sinkprune.contract.errors import CheckpointError, NumericsError, UsageError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.policies.fast import actions_of
+from sinkprune.policies.chunk import actions_of
 from support.models.pi0_fast_checkpoints import (
     PI0_FAST_SHAPES,
     SCALE,
@@ -30,7 +31,6 @@ from support.models.pi0_fast_checkpoints import (
     make_pi0_fast_checkpoint,
     use_small_preset,
 )
-from support.programs.commands import run
 from support.references import pi0_fast as plain
 from support.references.pi0 import INSTRUCTION, frames
 
@@ -70,13 +70,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cas
         yield get
 
 
-def normalised(case: Case, state: Array) -> Array:
-    ranges = case.policy.facts.state_range
-    assert ranges is not None
-    low, high = (np.array(ends, np.float32) for ends in (ranges.low, ranges.high))
-    return 2 * (state - low) / (high - low) - 1
-
-
 @pytest.mark.parametrize(
     ("name", "budget", "dialect"),
     [
@@ -91,7 +84,7 @@ def test_chunks_equal_the_reference(
     name: str, budget: str | None, dialect: str, case: Callable[..., Case], photo: Image.Image
 ) -> None:
     own = case(name, dialect)
-    shape, facts, model = own.shape, own.policy.facts, own.policy._model
+    shape, model = own.shape, own.policy._model
     state = np.random.default_rng(2).uniform(-2, 2, shape.state).astype(np.float32)
     seen, backend = frames(photo, 2), model.chain.backend
     towers = []
@@ -100,18 +93,15 @@ def test_chunks_equal_the_reference(
         outputs = model.chain.vision(given)
         tokens, norms, salience = (backend.numpy(outputs[key])[0] for key in ("tokens", "norms", "salience"))
         towers.append((np.array(tokens), np.array(norms), np.array(salience)))
-    ids = plain.prompt_ids(TOKENIZER, INSTRUCTION, normalised(own, state))
+    ids = plain.prompt_ids(TOKENIZER, INSTRUCTION, normalised(own.policy, state))
     prompt, sources = plain.masked_prompt(own.model, towers, ids, budget)
     tokens = plain.tokens_of(own.model, prompt, len(towers[0][0]), shape.most, budget)
     assert len(set(tokens)) > 1
     expected = own.actions_of(tokens)
     assert np.abs(expected).max() > 0.1
-    ranges = facts.action_range
-    assert ranges is not None
-    low, high = (np.array(ends) for ends in (ranges.low, ranges.high))
     report = own.policy.act(seen, INSTRUCTION, state, budget=budget or "none")
-    np.testing.assert_allclose(report.actions, (expected + 1) / 2 * (high - low) + low, atol=1e-4)
-    assert report.prompt_tokens == len(ids)
+    np.testing.assert_allclose(report.actions, in_robots_units(own.policy, expected), atol=1e-4)
+    assert report.prompt_tokens == len(ids) and report.flops.expert > 0
     assert [kept.index.ravel().tolist() for kept in report.images] == sources
 
 
@@ -180,17 +170,3 @@ def test_a_folder_without_its_tokenizer_names_the_option(
         export_bundle(
             ExportRequest(str(checkpoint("paligemma")), action_tokenizer=str(tmp_path / "fast")), tmp_path / "other"
         )
-
-
-def test_the_command_prints_the_chunk(case: Callable[..., Case], photo: Image.Image, tmp_path: Path) -> None:
-    own = case("pi0-fast")
-    photo.save(tmp_path / "frame.png")
-    state = ",".join(["0"] * own.shape.state)
-    frames = [word for name in CAMERAS for word in ("--camera", f"{name}={tmp_path / 'frame.png'}")]
-    words = ("sinkprune-act", own.folder / "bundle", *frames, "--instruction", INSTRUCTION, "--state", state)
-    outcome = run(*words, "--budget", BUDGETS[0], "--json", tmp_path / "act.json")
-    assert outcome.code == 0, outcome.stderr
-    (chunk,) = json.loads((tmp_path / "act.json").read_text())["chunks"]
-    report = own.policy.act([photo, photo], INSTRUCTION, [0.0] * own.shape.state, budget=BUDGETS[0])
-    np.testing.assert_allclose(chunk["actions"], report.actions, atol=1e-5)
-    assert chunk["flops"]["expert"] == report.flops.expert > 0

@@ -23,6 +23,8 @@ from support.programs.slow_cases import slow_except
 from support.references.pi0 import INSTRUCTION, Pi0Reference, frames
 from support.stand_ins.processor_features import assert_error, computes_in_bf16, rounds_to_int8
 
+Policies = Callable[..., Policy]
+
 Array = np.ndarray[Any, Any]
 BUDGETS = ("prune-77.8", "prune-88.9+raster+visual-keys")
 WIDE = "pi0-bare"
@@ -30,7 +32,7 @@ WIDE = "pi0-bare"
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+def policy(bundle: Callable[..., Path]) -> Policies:
     """A loaded small policy of three cameras."""
 
     @cache
@@ -65,7 +67,7 @@ def error(found: Array, expected: Array) -> float:
 @pytest.mark.parametrize("backend", ["openvino", "ort-cpu+openvino", "ort-cpu+openvino-prefill"])
 @pytest.mark.parametrize("name", slow_except({"pi0", "pi0-deep"}, PI0_SHAPES))
 def test_in_fp32_every_backend_keeps_and_does_the_same(
-    name: str, backend: str, policy: Callable[..., Policy], photo: Image.Image
+    name: str, backend: str, policy: Policies, photo: Image.Image
 ) -> None:
     ours, theirs = policy(name, backend=backend, compute="fp32"), policy(name)
     without = [None if number == 1 else frame for number, frame in enumerate(frames(photo))]
@@ -84,11 +86,7 @@ def test_in_fp32_every_backend_keeps_and_does_the_same(
     slow_except({("int8", "openvino"), ("int4", "ort-cpu")}, product(("int8", "int4"), ("ort-cpu", "openvino"))),
 )
 def test_rounded_weights_act_as_transformers_with_these_weights(
-    weights: str,
-    backend: str,
-    policy: Callable[..., Policy],
-    checkpoint: Callable[[str], Path],
-    photo: Image.Image,
+    weights: str, backend: str, policy: Policies, checkpoint: Callable[[str], Path], photo: Image.Image
 ) -> None:
     own = policy(WIDE, weights=weights, backend=backend, compute="fp32")
     reference = Pi0Reference(checkpoint(WIDE))
@@ -130,16 +128,14 @@ def store_weights(reference: Pi0Reference, policy: Policy) -> int:
 
 
 @pytest.mark.parametrize("name", ["pi0", WIDE])
-def test_fp16_states_round_the_chunk_a_little(name: str, policy: Callable[..., Policy], photo: Image.Image) -> None:
+def test_fp16_states_round_the_chunk_a_little(name: str, policy: Policies, photo: Image.Image) -> None:
     (_, found), (_, expected) = (act(policy(name, precision), photo) for precision in ("fp16", "fp32"))
     # Rounding errors of a type of 11 bits, which add up over layers and steps.
     assert 0 < error(found, expected) < 8 * 2**-11
 
 
 @pytest.mark.parametrize("name", ["pi0", WIDE])
-def test_openvino_in_bf16_rounds_the_chunk_a_little(
-    name: str, policy: Callable[..., Policy], photo: Image.Image
-) -> None:
+def test_openvino_in_bf16_rounds_the_chunk_a_little(name: str, policy: Policies, photo: Image.Image) -> None:
     """With the time embedded in bf16, the velocity would be wrong by half."""
     (_, found), (_, expected) = (act(policy(name, backend=backend), photo) for backend in ("openvino", "ort-cpu"))
     assert_error(error(found, expected), rounded=computes_in_bf16(), least=1e-4, most=5 * 2**-8, exact=1e-5)
@@ -153,7 +149,7 @@ def test_openvino_in_bf16_rounds_the_chunk_a_little(
     ),
 )
 def test_the_fastest_types_stay_near_the_stored_weights(
-    weights: str, backend: str, policy: Callable[..., Policy], photo: Image.Image
+    weights: str, backend: str, policy: Policies, photo: Image.Image
 ) -> None:
     fast, exact = (policy(WIDE, weights=weights, backend=backend, compute=how) for how in ("fastest", "fp32"))
     (_, found), (_, expected) = act(fast, photo), act(exact, photo)

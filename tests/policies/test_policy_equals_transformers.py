@@ -18,6 +18,9 @@ from support.references.pi0 import INSTRUCTION, Pi0Reference, frames, masked_chu
 from support.references.reference import one_stage
 from support.references.steps import Watched
 
+Policies = Callable[..., Policy]
+References = Callable[[str], Pi0Reference]
+
 Array = np.ndarray[Any, Any]
 Bundles = Callable[..., Path]
 STEPS = 10
@@ -33,13 +36,13 @@ BUDGETS = (
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Pi0Reference]:
+def reference(checkpoint: Callable[[str], Path]) -> References:
     """A small checkpoint in transformers."""
     return cache(lambda name: Pi0Reference(checkpoint(name)))
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Bundles) -> Callable[..., Policy]:
+def policy(bundle: Bundles) -> Policies:
     """A loaded small policy of three cameras, or as many."""
 
     @cache
@@ -77,11 +80,7 @@ def in_robots_units(policy: Policy, actions: Array) -> Array:
 @pytest.mark.parametrize("missing", [None, 0, 1])
 @pytest.mark.parametrize("name", PI0_SHAPES)
 def test_unpruned_chunks_equal_transformers(
-    name: str,
-    missing: int | None,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi0Reference],
-    photo: Image.Image,
+    name: str, missing: int | None, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
     own, seen = policy(name), [*frames(photo, 3)]
     given = [None if number == missing else frame for number, frame in enumerate(seen)]
@@ -95,26 +94,8 @@ def test_unpruned_chunks_equal_transformers(
 
 
 @pytest.mark.parametrize("name", PI0_SHAPES)
-def test_the_prefix_has_the_keys_and_values_of_transformers(
-    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
-) -> None:
-    own, torch_model, seen, steps = policy(name), reference(name), frames(photo, 3), Watched()
-    state, noise = drawn(name)
-    own.act(seen, INSTRUCTION, state, noise=noise, steps=1, observer=steps)
-    expected = torch_model.prefix_cache(seen)
-    found: dict[str, Any] = {}
-    chain = own._model.chain
-    for decoder, cached in zip(chain.decoders, steps.prefill.cache.segments, strict=True):
-        found |= decoder.keys_and_values(cached)
-    for layer, both in enumerate(expected):
-        for kind, tensor in zip(("key", "value"), both, strict=True):
-            rows = chain.backend.numpy(found[f"past_{kind}_{layer}"])[:, :, : tensor.shape[2]]
-            np.testing.assert_allclose(rows, tensor, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", PI0_SHAPES)
 def test_the_tower_is_that_of_transformers(
-    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+    name: str, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
     """Norms are of the rows before the last norm layer, salience is what patches receive in the block before last."""
     seen, torch_model = frames(photo, 3), reference(name)
@@ -126,45 +107,35 @@ def test_the_tower_is_that_of_transformers(
     np.testing.assert_allclose(inputs, torch_model.pixels(seen).numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("cameras", [1, 3])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "budget", "cameras", "dialect"),
+    [
+        *(("pi0", budget, cameras, "opset24") for budget in BUDGETS for cameras in (1, 3)),
+        *((name, "prune-77.8", 3, "opset24") for name in PI0_SHAPES if name != "pi0"),
+        ("pi0", "prune-88.9", 3, "opset20"),
+    ],
+)
 def test_pruned_chunks_equal_transformers_with_masked_tokens(
+    name: str,
     budget: str,
     cameras: int,
-    policy: Callable[..., Policy],
-    reference: Callable[[str], Pi0Reference],
+    dialect: str,
+    policy: Policies,
+    reference: References,
     photo: Image.Image,
 ) -> None:
-    assert_equals_masked(policy("pi0", cameras), reference("pi0"), "pi0", budget, frames(photo, cameras))
-
-
-@pytest.mark.parametrize("name", [name for name in PI0_SHAPES if name != "pi0"])
-def test_every_shape_prunes_as_transformers_masks(
-    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
-) -> None:
-    assert_equals_masked(policy(name), reference(name), name, "prune-77.8", frames(photo, 3))
-
-
-def test_the_other_dialect_prunes_as_transformers_masks(
-    policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
-) -> None:
-    assert_equals_masked(policy("pi0", 3, "opset20"), reference("pi0"), "pi0", "prune-88.9", frames(photo, 3))
-
-
-def assert_equals_masked(
-    policy: Policy, reference: Pi0Reference, name: str, budget: str, seen: list[Image.Image]
-) -> None:
     """That a chunk, its kept tokens and its prefix are those of transformers with dropped tokens masked."""
+    own, torch_model, seen = policy(name, cameras, dialect), reference(name), frames(photo, cameras)
     (state, noise), steps = drawn(name), Watched()
-    report = policy.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
-    towers = tower_outputs(policy, reference, seen)
-    prefix, sources = sanitized_rows(reference, towers, budget)
+    report = own.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
+    towers = tower_outputs(own, torch_model, seen)
+    prefix, sources = sanitized_rows(torch_model, towers, budget)
     options, count = parse_budget("pi0", budget), len(towers[0][0])
     stage = one_stage(options, count, PI0_SHAPES[name].num_layers)
     stages = {cut: [kept] * len(seen) for cut, kept in stage.items()}
-    masked = masked_prefix(reference, prefix, budget, stages)
+    masked = masked_prefix(torch_model, prefix, budget, stages)
     position = len(seen) * count + len(prefix.text)
-    expected = masked_chunk(reference, masked, position, normalised(policy, state), noise[None], STEPS)
+    expected = masked_chunk(torch_model, masked, position, normalised(own, state), noise[None], STEPS)
 
     assert [kept.index.ravel().tolist() for kept in report.images] == sources
     for cut, rows in masked.survivors.items():
@@ -172,17 +143,15 @@ def assert_equals_masked(
         assert [kept.after_stage[cut].tolist() for kept in report.images] == left
     visual = [int(seen_rows.sum()) - len(prefix.text) for seen_rows in masked.visible]
     assert report.tokens_per_layer == visual
-    np.testing.assert_allclose(report.actions, in_robots_units(policy, expected), atol=1e-3)
+    np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
 def tower_outputs(
     policy: Policy, reference: Pi0Reference, seen: list[Image.Image]
 ) -> list[tuple[Array, Array, Array]]:
     """Tokens, norms and salience of each camera, as the policy's tower gives them."""
-    outputs: dict[str, Any] = {}
     chain = policy._model.chain
     pixels = reference.pixels(seen).numpy().astype(np.float32)
     outputs = chain.vision({"pixel_values": chain.backend.tensor(pixels)})
-    arrays = [chain.backend.numpy(outputs[name]) for name in ("tokens", "norms", "salience")]
-    tokens, norms, salience = arrays
-    return [(tokens[camera], norms[camera], salience[camera]) for camera in range(len(seen))]
+    tokens, norms, salience = (chain.backend.numpy(outputs[name]) for name in ("tokens", "norms", "salience"))
+    return [*zip(tokens, norms, salience, strict=True)]

@@ -8,7 +8,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from threading import Event
 from types import CoroutineType, FrameType
 from typing import Any
@@ -19,22 +19,17 @@ import pytest
 from PIL import Image
 from tests.serving.test_chat_request import BODY, DAMAGED, PICTURE, TEXT, data_uri
 from tests.serving.test_connections import HEAD, connected
-from tests.serving.test_server import AS_JSON, post, served
+from tests.serving.test_server import AS_JSON, post, served, until
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.request import Request
-from sinkprune.serving import app, bodies
-from sinkprune.serving.bodies import Bodies, Body, Places
+from sinkprune.serving import app, connections
 from sinkprune.serving.chat_request import ChatReader, ChatRequest
+from sinkprune.serving.connections import Body, Places
 from sinkprune.serving.scheduler import Job
-
-
-@pytest.fixture(scope="module")
-def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("gqa-112", "fp32", ("retain-64",), max_images=2)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +44,8 @@ def messages(*parts: Any) -> list[dict[str, Any]]:
 
 def test_pictures_are_counted_before_any_is_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_read_bytes", lambda *given: pytest.fail("it was read"))
-    found = post(address, messages=messages(*[PICTURE] * 3, TEXT))
-    assert found.status_code == 400 and "3 images, expected at most 2" in found.text
+    found = post(address, messages=messages(*[PICTURE] * 4, TEXT))
+    assert found.status_code == 400 and "4 images, expected at most 3" in found.text
 
 
 def test_a_damaged_picture_is_named_by_its_place(address: str) -> None:
@@ -97,7 +92,7 @@ def test_a_body_has_few_values(address: str) -> None:
     ],
 )
 def test_the_priority_is_known_before_a_body_is_parsed(body: bytes, priority: int) -> None:
-    arrived = Body(Bodies(1, 1))
+    arrived = Body()
     arrived.data += body
     assert arrived.priority == priority
 
@@ -141,20 +136,13 @@ def test_a_message_of_many_parts_is_read_soon() -> None:
     assert len(texts[0]) == 87_000 and time.thread_time() - began < 1
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def head(size: int) -> bytes:
     return HEAD + f"Content-Length: {size}\r\n\r\n".encode()
 
 
 def test_bodies_are_held_up_to_a_bound(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest that is still arriving makes room for others."""
-    monkeypatch.setattr(bodies, "_DISCARDING_S", 0.3)
+    monkeypatch.setattr(connections, "_DISCARDING_S", 0.3)
     body = json.dumps({**BODY, "max_tokens": 1}).encode()
     with served(pipe, max_waiting_bytes=10_000, max_body_bytes=10_000) as address:
         with connected(address) as large, connected(address) as small:
@@ -162,7 +150,6 @@ def test_bodies_are_held_up_to_a_bound(pipe: Pipeline, monkeypatch: pytest.Monke
             small.sendall(head(400) + b" " * 300)
             time.sleep(0.2)
             assert httpx.post(f"{address}/v1/chat/completions", content=body, headers=AS_JSON).status_code == 200
-            assert (b" 429 " in large.recv(1000) and b"retry-after" in large.recv(1000)) or True
             small.sendall(b" " * 100)
             assert b" 400 " in small.recv(1000)
         # Nothing is left of them.
@@ -183,7 +170,6 @@ def test_a_request_that_is_answered_keeps_its_room(pipe: Pipeline) -> None:
 
 
 NO_VIDEO = {"type": "video_url", "video_url": {"url": data_uri(Image.new("L", (8, 8)))}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 KINDS: dict[str, dict[str, Any]] = {
     "right": {},
     "stream": {"stream": True},
@@ -194,16 +180,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "damaged": {"messages": messages(DAMAGED, TEXT)},
     "damaged stream": {"messages": messages(DAMAGED, TEXT), "stream": True},
     "no base64": {"messages": messages({"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, TEXT)},
-    "too many": {"messages": messages(*[PICTURE] * 3, TEXT)},
+    "too many": {"messages": messages(*[PICTURE] * 4, TEXT)},
     "too long": {"messages": messages({"type": "text", "text": "cup table " * 2000})},
     "too many tokens": {"max_tokens": 10**6},
     "not for this model": {"messages": messages(NO_VIDEO, TEXT)},
-    "schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-        }
-    },
+    "schema": {"guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
     "no schema": {"guided_json": {"type": "nothing"}},
 }
 """Requests that are answered, or rejected at each of the places where requests are."""
@@ -226,10 +207,6 @@ def send_all(address: str) -> None:
             if len(sent) > len(whole):
                 gone.recv(100)
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-
-
-def full_disk(*given: object) -> None:
-    raise OSError(errno.ENOSPC, "full")
 
 
 def test_no_request_survives_its_answer(pipe: Pipeline, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,14 +259,9 @@ def test_nothing_computes_for_clients_that_left(address: str) -> None:
         with connected(address) as client:
             client.sendall(sent[: int(rng.integers(len(sent))) if number % 4 == 0 else len(sent)])
             time.sleep(rng.exponential(0.01))
-    left = time.monotonic()
-    until(
-        lambda: all(
-            f"sinkprune_{state} 0.0" in httpx.get(f"{address}/metrics").text for state in ("waiting", "active")
-        )
-    )
     # A second, and what a busy machine adds.
-    assert time.monotonic() - left < 6
+    for state in ("waiting", "active"):
+        until(lambda state=state: f"sinkprune_{state} 0.0" in httpx.get(f"{address}/metrics").text, 6)  # type: ignore[misc]
 
 
 def test_a_stream_ends_also_if_its_client_left_before_the_first_event() -> None:
@@ -312,12 +284,8 @@ def test_a_body_is_not_parsed_for_a_client_that_left(
     padding: int, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvicorn stops to read the connection of a body of more than 64 KiB."""
-    begun, go, read, whole = (
-        list[int](),
-        Event(),
-        ChatReader.read,
-        json.dumps({**BODY, "user": "x" * padding}).encode(),
-    )
+    begun, go, read = list[int](), Event(), ChatReader.read
+    whole = json.dumps({**BODY, "user": "x" * padding}).encode()
 
     def slow(reader: ChatReader, body: bytes) -> ChatRequest:
         begun.append(len(body))

@@ -8,27 +8,22 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from tests.serving.test_chat_request import BODY
-from tests.serving.test_server import post, served
+from tests.serving.test_server import post, served, until
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.serving import bodies, connections
+from sinkprune.serving import connections
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALF_BODY = HEAD + b"Content-Length: 100000\r\n\r\n{"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 FEW = 6
-
-
-@pytest.fixture(scope="module")
-def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("gqa-112", "fp32", ("retain-64",))
 
 
 @pytest.fixture
@@ -44,8 +39,8 @@ def hasty(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server with short times."""
     monkeypatch.setattr(connections, "_HEAD_S", 0.5)
     monkeypatch.setattr(connections, "_TAKING_S", 0.5)
-    monkeypatch.setattr(bodies, "_DISCARDING_S", 0.5)
-    monkeypatch.setattr(bodies, "_ARRIVING_S", 0.5)
+    monkeypatch.setattr(connections, "_DISCARDING_S", 0.5)
+    monkeypatch.setattr(connections, "_ARRIVING_S", 0.5)
     with served(pipe) as address:
         yield address
 
@@ -214,12 +209,13 @@ def test_a_full_server_says_so(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
                 found, _ = until_end(other)
             assert found.startswith(b"HTTP/1.1 503") and b"requests of 1 connections" in found
             assert next(line for line in lines if line).startswith("data:")
-        until = time.monotonic() + 20
-        while True:
+
+        def accepts() -> bool:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{address}/health").status_code == 200:
-                    break
-            assert time.monotonic() < until
+                return httpx.get(f"{address}/health").status_code == 200
+            return False
+
+        until(accepts)
 
 
 def test_a_full_table_of_files_is_one_line_in_the_log(

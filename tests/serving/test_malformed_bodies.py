@@ -13,17 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.serving.test_chat_request import TEXT, URI, as_uri, png
+from tests.serving import test_chat_request as chat_request
+from tests.serving.test_chat_request import URI, as_uri, png
 from tests.serving.test_server import AS_JSON, served
 
 from sinkprune import Pipeline
 
 PART: tuple[str | int, ...] = ("messages", 0, "content", 0)
-BODY: dict[str, Any] = {
-    "model": "m",
-    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}, TEXT]}],
-    "max_tokens": 2,
-}
+BODY = {**chat_request.BODY, "max_tokens": 2}
 PICTURE = png(Image.effect_noise((40, 30), 90).convert("RGB"))
 _LEAF = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -44,12 +41,17 @@ def outside(low: float | None, high: float | None) -> st.SearchStrategy[Any]:
     return others
 
 
+_PARTS = st.fixed_dictionaries({}, optional={"type": JSON, "text": JSON, "image_url": JSON | st.just(URI)}) | JSON
+MESSAGE = {"role": JSON | st.sampled_from(["assistant", "system", "tool"]), "content": st.lists(_PARTS) | JSON}
+MESSAGE |= {"tool_calls": JSON, "tool_call_id": JSON}
+"""Never a user's, with which messages must end."""
 NO_FLAG = JSON.filter(lambda value: not isinstance(value, bool))
 NO_FORM = NO_OBJECT | st.fixed_dictionaries({"type": JSON.filter(lambda value: value != "text")})
 WRONG: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
     (("model",), JSON | st.sampled_from(["m:", "m:retain", "M"])),
     (("messages",), NO_LIST | st.just([])),
     (("messages", 0), JSON),
+    (("messages",), st.lists(st.fixed_dictionaries({}, optional=MESSAGE) | JSON, min_size=1)),
     (("messages", 0, "role"), JSON | st.sampled_from(["assistant", "system", "tool", "function"])),
     (("messages", 0, "content"), NO_TEXT | st.just("\ud800")),
     (PART, JSON),

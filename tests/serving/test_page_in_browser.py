@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,6 @@ pytestmark = pytest.mark.slow
 def browser(tmp_path: Path) -> Iterator[Browser]:
     with opened_browser(tmp_path / "user-data") as browser:
         yield browser
-
-
-@pytest.fixture(scope="module")
-def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("gqa-112", "fp32", ("retain-64", "retain-192"), max_images=3)
 
 
 def count(browser: Browser, selector: str) -> int:

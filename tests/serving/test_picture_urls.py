@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import socket
 import socketserver
 import ssl
@@ -24,22 +23,15 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from PIL import Image
-from tests.serving.test_chat_request import BODY
-from tests.serving.test_server import post, served
+from tests.serving.test_chat_request import BODY, png
+from tests.serving.test_server import post, served, until
 
 from sinkprune import Pipeline
 from sinkprune.serving import picture_urls
 from sinkprune.serving.body_fields import ApiError
 from sinkprune.serving.picture_urls import PictureReader, fetch_https
 
-
-def png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 6), "red").save(file, "PNG")
-    return file.getvalue()
-
-
-HOST = "pictures.example"
+HOST, PNG = "pictures.example", png(Image.new("RGB", (8, 6), "red"))
 OK = b"HTTP/1.1 200 OK\r\n"
 SILENT: list[str] = []
 """The requests that get no answer."""
@@ -61,7 +53,7 @@ def certificate(folder: Path) -> Path:
 
 def answers(path: str) -> Iterator[bytes]:
     """Yield the pieces of an answer to `path`, some of them without end."""
-    whole = {"/text": b"hello", "/large": b"x" * 3000}.get(path, png())
+    whole = {"/text": b"hello", "/large": b"x" * 3000}.get(path, PNG)
     if path in ("/moved", "/none"):
         yield b"HTTP/1.1 302 Found\r\nLocation: /a.png\r\n\r\n" if path == "/moved" else b"HTTP/1.1 404 No\r\n\r\n"
     elif path == "/chunked":
@@ -130,7 +122,7 @@ def web(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 def test_a_picture_is_fetched(web: str, pipeline: Callable[..., Pipeline]) -> None:
     pipe = pipeline("gqa-112", "fp32", ("retain-64",))
     for path in ("/a.png?size=1", "/chunked", "/until-end", "/interim"):
-        assert fetch(web + path) == png()
+        assert fetch(web + path) == PNG
     reader = PictureReader(pipe.family, fetch)
     assert reader.image(f"{web}/a.png", "it").decoded().size == (8, 6)
     with pytest.raises(ApiError, match="no known format"):
@@ -143,11 +135,7 @@ def test_a_picture_is_fetched(web: str, pipeline: Callable[..., Pipeline]) -> No
         *(("/moved", "answered 302"), ("/none", "answered 404"), ("/large", "more than 2000 bytes")),
         *(("/interim-without-end", "interim responses without end"), ("/short", "could not be fetched")),
         ("/small-chunks", "could not be fetched: too many small chunks"),
-        *(
-            ("/no-http", "could not be fetched"),
-            ("/a b", "could not be fetched"),
-            ("/\u00e4", "could not be fetched"),
-        ),
+        *((path, "could not be fetched") for path in ("/no-http", "/a b", "/\u00e4")),
     ],
 )
 def test_what_is_no_picture_within_limits_is_refused(
@@ -171,13 +159,6 @@ def test_a_certificate_is_checked(web: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(picture_urls, "_tls", ssl.create_default_context)
     with pytest.raises(ApiError, match="certificate verify failed"):
         fetch(f"{web}/a.png")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_slow_pictures_keep_no_other_request_out(

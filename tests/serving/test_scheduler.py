@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.serving.test_chat_request import png
+from tests.serving.test_server import until
 
 from sinkprune import Request, Stream
 from sinkprune.contract.errors import ImageError
@@ -71,10 +72,7 @@ class Rig:
         request = self.answers.new_request(picture, f"{name} {tokens}", **options)
         job = Job(request, priority, NOBODY, lambda text: None, lambda end: self.ends.update({name: end}))
         self.scheduler.submit(job)
-        until = time.monotonic() + 10
-        while waits and job.state in (State.WAITING, State.PREPARING):
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda: not waits or job.state not in (State.WAITING, State.PREPARING))
         return job
 
     def run(self) -> str:
@@ -84,10 +82,7 @@ class Rig:
         return "".join(self.answers.steps)
 
     def wait(self) -> None:
-        until = time.monotonic() + 20
-        while self.scheduler.active + self.scheduler.waiting:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda: not self.scheduler.active + self.scheduler.waiting)
 
 
 @pytest.fixture
@@ -101,8 +96,7 @@ def rig() -> Iterator[Rig]:
 def blocked(rig: Rig) -> None:
     """Start a request whose first step waits, so that those that follow are queued together."""
     rig.ask("x", 1)
-    while not rig.scheduler.active:
-        time.sleep(0.001)
+    until(lambda: rig.scheduler.active > 0)
 
 
 def test_answers_take_turns_token_by_token(rig: Rig) -> None:
@@ -160,9 +154,7 @@ def test_the_wait_counts_against_the_deadline(rig: Rig) -> None:
 
 def header(width: int, height: int) -> ImageBytes:
     """A picture with so many pixels, of which none is decoded."""
-    image = Image.new("1", (width, height))
-    image.save(buffer := io.BytesIO(), "PNG")
-    return ImageBytes(buffer.getvalue(), "it")
+    return ImageBytes(png(Image.new("1", (width, height))), "it")
 
 
 SMALL, FRAME, LARGE = header(8, 6), header(3840, 2160), header(8192, 8192)
@@ -170,10 +162,7 @@ SMALL, FRAME, LARGE = header(8, 6), header(3840, 2160), header(8192, 8192)
 
 def prepared(rig: Rig, count: int) -> str:
     """Wait until so many requests have begun to be prepared; return them after a moment for more."""
-    until = time.monotonic() + 10
-    while len(rig.answers.prepared) < count:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: len(rig.answers.prepared) >= count)
     time.sleep(0.05)
     return "".join(rig.answers.prepared)
 
@@ -225,10 +214,7 @@ def test_answers_go_on_while_a_picture_is_decoded(rig: Rig) -> None:
     rig.answers.prepare = lambda name: (name == "a" and slow.wait(10) and None) or None  # type: ignore[func-returns-value]
     rig.ask("a", 1, picture=SMALL, waits=False)
     rig.ask("b", 3, waits=False)
-    until = time.monotonic() + 10
-    while "b" not in rig.ends:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: "b" in rig.ends)
     assert rig.answers.steps == [*"bbb"]
     slow.set()
     rig.wait()
@@ -304,8 +290,7 @@ def test_closing_ends_what_waits(rig: Rig) -> None:
     rig.ask("a", 3)
     closing = Thread(target=rig.scheduler.close)
     closing.start()
-    while not rig.scheduler._ends:
-        time.sleep(0.001)
+    until(lambda: rig.scheduler._ends)
     rig.go.set()
     closing.join()
     assert all(isinstance(rig.ends[name], ApiError) for name in rig.ends) and "a" in rig.ends

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import os
+import re
+import resource
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,19 +27,31 @@ import pytest
 from PIL import Image
 from tests.serving.test_chat_request import BODY, data_uri
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, VideoFile
 from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.runtime.commands.options import Options
+from sinkprune.runtime.media import video_file
 from sinkprune.serving.app import new_app
 from sinkprune.serving.command import add_app_options
 from sinkprune.serving.connections import Server
 from sinkprune.serving.responses import TokenLogprobs
+from support.models.video_files import write_video
 from support.programs.printed_commands import blocks
 from support.references.answer_encoders import STOP, answer_encoder
+
+Pipelines = Callable[..., Pipeline]
 
 QUESTION = "What is on the table?"
 TOKENS = 6
 AS_JSON = {"Content-Type": "application/json"}
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for what must hold within so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 @contextmanager
@@ -51,31 +68,11 @@ def served(pipeline: Pipeline, **changed: Any) -> Iterator[str]:
         thread = Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:
-            until = time.monotonic() + 20
-            while not server.started:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            until(lambda: server.started)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()
-
-
-@pytest.fixture(scope="module")
-def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("gqa-112", "fp32", ("retain-64", "retain-192"), max_images=3)
-
-
-@pytest.fixture(scope="module")
-def address(pipe: Pipeline) -> Iterator[str]:
-    with served(pipe) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def asked(picture: Image.Image, question: str = QUESTION) -> list[Any]:
@@ -119,8 +116,6 @@ def test_a_request_without_the_session_takes_and_leaves_nothing(pipe: Pipeline, 
         alone.append(post(address, session=False, **body).json()["sinkprune"])
     assert [(each["reused_towers"], each["reused_rows"]) for each in (*alone, first)] == [(0, 0)] * 4
     assert second["reused_towers"] == 1 and second["reused_rows"] > 0
-    with served(pipe) as address:
-        assert post(address, session="no").json()["error"]["message"] == 'session is "no", expected true or false.'
 
 
 def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
@@ -206,10 +201,9 @@ def test_a_client_that_goes_away_frees_its_place(stream: bool, pipe: Pipeline, p
         else:
             with pytest.raises(httpx.ReadTimeout):
                 post(address, timeout=0.5, **long)
-        until = time.monotonic() + 20
+        end = time.monotonic() + 20
         while (again := post(address)).status_code == 429:
-            assert again.headers["retry-after"] == "1"
-            assert time.monotonic() < until
+            assert again.headers["retry-after"] == "1" and time.monotonic() < end
         assert again.status_code == 200
         counts = httpx.get(f"{address}/metrics").text
         assert 'sinkprune_requests_total{status="499"} 1.0' in counts
@@ -309,14 +303,6 @@ def in_two_pieces(body: dict[str, Any]) -> Iterator[bytes]:
     yield content[-50:]
 
 
-def paused(address: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return what the server did for a request whose body pauses."""
-    url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
-    response = httpx.post(url, content=content, headers=AS_JSON, timeout=60)
-    found: dict[str, Any] = response.json()["sinkprune"]
-    return found
-
-
 def test_the_first_text_comes_after_reading_queue_and_first_token(pipe: Pipeline, photo: Image.Image) -> None:
     body = {"model": "m", "messages": asked(photo, QUESTION), "stream": True, "max_tokens": 4}
     first, done = 0.0, {}
@@ -339,7 +325,8 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: 
     try:
         with served(pipe) as address:
             for deadline_ms in (PAUSE_MS - 1, PAUSE_MS + 60_000):
-                found = paused(address, {**body, "deadline_ms": deadline_ms})
+                url, content = f"{address}/v1/chat/completions", in_two_pieces({**body, "deadline_ms": deadline_ms})
+                found = httpx.post(url, content=content, headers=AS_JSON, timeout=60).json()["sinkprune"]
                 report, waited = found["deadline"], found["read_ms"] + found["queued_ms"]
                 assert report["deadline_ms"] == deadline_ms
                 assert report["met"] == (report["measured_ms"] <= deadline_ms) == (deadline_ms > PAUSE_MS)
@@ -354,7 +341,7 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("bash", "base64", "curl"))), reason="a program is not installed")
 def test_the_page_s_command_gets_the_pipeline_s_answer(
-    pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
+    pipeline: Pipelines, photo: Image.Image, tmp_path: Path
 ) -> None:
     pipe = pipeline("gqa-112", "fp32", ("retain-64",))
     [text] = [block.text for block in blocks() if block.page == "server.md" and block.language == "bash"]
@@ -368,3 +355,97 @@ def test_the_page_s_command_gets_the_pipeline_s_answer(
     with Image.open(tmp_path / "kitchen.jpg") as read:
         expected = pipe.generate(read, "What is on the table?", budget="retain-64", max_new_tokens=16)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected.text
+
+
+def film(pipeline: Pipelines, photo: Image.Image, folder: Path, frames: int) -> tuple[Pipeline, Path, dict[str, Any]]:
+    """Return a pipeline that takes videos, a video, and the body of a question about it."""
+    video = write_video(folder / "clip.mp4", [photo.rotate(turn) for turn in range(frames)], fps=2)
+    url = "data:video/mp4;base64," + base64.b64encode(video.read_bytes()).decode()
+    parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}], "max_tokens": 6}
+    return pipeline("qwen-tied", "fp32", ("prune-80",), max_frames=4), video, body
+
+
+@pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
+def test_a_long_video(pipeline: Pipelines, photo: Image.Image, tmp_path: Path) -> None:
+    own, video, body = film(pipeline, photo, tmp_path, frames=24)
+    with served(own, budget="prune-80") as address:
+        response = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+    expected = own.generate(VideoFile(video), QUESTION, budget="prune-80", max_new_tokens=6)
+    details = response["sinkprune"]
+    assert response["choices"][0]["message"]["content"] == expected.text
+    assert details["tokens_per_layer"] == expected.tokens_per_layer
+    assert (details["seen_frames"], details["seen_share"]) == ([4], [1.0])
+    (size,) = details["seen_size"]
+    assert tuple(size) == expected.images[0].layout.seen_size
+    assert "the model sees 4 frames of the clip in place of 24, the bundle's limit" in details["notes"][-1]
+
+
+@contextmanager
+def full_disk(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    with Path("/dev/full").open("r+b") as file:
+        patch.setattr(video_file, "NamedTemporaryFile", lambda prefix: file)
+        yield
+
+
+@contextmanager
+def no_descriptors(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    before, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("shortage", "status", "said"),
+    [(full_disk, 507, "no room for a temporary file"), (no_descriptors, 503, "no free file descriptor")],
+)
+def test_without_room_for_a_video_the_request_is_rejected(
+    shortage: Callable[[pytest.MonkeyPatch], AbstractContextManager[None]],
+    status: int,
+    said: str,
+    pipeline: Pipelines,
+    photo: Image.Image,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    own, _, body = film(pipeline, photo, tmp_path, frames=4)
+    with served(own, budget="prune-80") as address, httpx.Client(base_url=address, timeout=60) as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        capfd.readouterr()
+        with monkeypatch.context() as patch, shortage(patch):
+            response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == status and said in response.json()["error"]["message"]
+        assert "Traceback" not in capfd.readouterr().err
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(pipe: Pipeline) -> None:
+    with served(pipe, api_key="secret") as address:
+        page = httpx.get(f"{address}/")
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert 'id="key" type="password"' in page.text
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    found = {tag: re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page.text, re.DOTALL) for tag in ("style", "script")}
+    for tag, contents in found.items():
+        (content,) = contents
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert policy == {
+        **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'"),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    # It inserts no text as HTML.
+    assert re.findall(r"https?:|[\"'(]//|@import|url\(", page.text) == []
+    assert re.findall(r"\b(?:src|href)\s*=\s*(\S+?)[\s>]", page.text) == ['"data:,"']
+    assert re.findall(r"\bon\w+\s*=\s*[\"']|\bstyle\s*=", page.text) == []
+    assert re.findall(r"(?:inner|outer)HTML|insertAdjacent|document\.write|\beval\b|Function\(", page.text) == []

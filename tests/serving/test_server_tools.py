@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import pydantic
@@ -53,18 +52,6 @@ def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
 def address(pipe: Pipeline) -> Iterator[str]:
     with served(pipe, budget=BUDGET) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def poster() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=60) as poster:
-        yield poster
 
 
 @pytest.fixture(scope="module")

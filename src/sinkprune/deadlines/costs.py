@@ -112,9 +112,8 @@ class Place:
     @property
     def thread_hint(self) -> str:
         """A sentence of advice for a command on a machine that other programs keep busy; "" for one thread."""
-        if self.threads <= 1:
-            return ""
-        return " If other programs always run, compare --threads 1: fewer threads may be faster then."
+        hint = " If other programs always run, compare --threads 1: fewer threads may be faster then."
+        return hint if self.threads > 1 else ""
 
 
 Ratio = Annotated[float, Bounds(0, 1e12)]
@@ -181,14 +180,12 @@ class MeasuredCosts:
 
     def check_place(self, here: Place, what: str) -> None:
         """Raise `UsageError` if these costs, in words `what`, were not measured at the place `here`."""
-        theirs, ours = to_json(self.place), to_json(here)
-        for name, value in ours.items():
-            if theirs[name] != value:
-                these = (
-                    f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
-                )
+        theirs = to_json(self.place)
+        for name, value in to_json(here).items():
+            if (own := theirs[name]) != value:
+                these = f"For these, give --threads {own} (threads= in Python). " if name == "threads" else ""
                 raise UsageError(
-                    f"{what} are of another place: their '{name}' is {format_value(theirs[name])}, here it is "
+                    f"{what} are of another place: their '{name}' is {format_value(own)}, here it is "
                     f"{format_value(value)}. {these}{self.again}"
                 )
 
@@ -278,17 +275,11 @@ class Costs(MeasuredCosts):
 
     def slower(self, times: float) -> Costs:
         """Return the costs of a machine that is slower by the factor `times`."""
-        return replace(
-            self,
-            tower=self.tower.slower(times),
-            sanitizer=self.sanitizer.slower(times),
-            projector=self.projector.slower(times),
-            decoders=tuple(curve.slower(times) for curve in self.decoders),
-            select=self.select.slower(times),
-            rest=times * self.rest,
-            token=self.token.slower(times),
-            pass_row=times * self.pass_row,
-        )
+        changed: dict[str, Any] = {
+            name: own.slower(times) for name, own in vars(self).items() if isinstance(own, Curve)
+        }
+        changed |= {"rest": times * self.rest, "pass_row": times * self.pass_row}
+        return replace(self, **changed, decoders=tuple(curve.slower(times) for curve in self.decoders))
 
 
 class Prediction(NamedTuple):

@@ -191,10 +191,7 @@ class KeepsCosts(Generic[C]):
         return file
 
     def _known_costs(self, method: str = "") -> C:
-        """Return `costs`, or those of the cache folder (of actions, of a `method`).
-
-        Raises `DeadlineError`, `UsageError` for costs of another place, and `TypeError`.
-        """
+        """Return `costs`, or those of the cache folder (of actions, of a `method`); raises `UsageError`."""
         self.costs = self._kind.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
             raise self._kind.missing(self.place, method)
@@ -255,9 +252,8 @@ def measure_costs(
     """
     manifest, family = model.manifest, model.family
     if not request.pictures:
-        raise UsageError(
-            "costs are those of pictures, and the request has none. Give one like those of your requests."
-        )
+        what = "costs are those of pictures, and the request has none"
+        raise UsageError(f"{what}. Give one like those of your requests.")
     check_picture_count(manifest, model.limits, len(request.pictures))
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [*map(family.layout, pictures)]
@@ -271,10 +267,8 @@ def measure_costs(
     # The costs serve later deadlines too, with which larger budgets may run.
     most = max(choice.rows for choice in possible)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder, runs = (
-        DecoderTimes(model.chain, model.embedding, [*counts]),
-        [list[Mapping[str, float | None]]() for _ in requests],
-    )
+    decoder = DecoderTimes(model.chain, model.embedding, [*counts])
+    runs = [list[Mapping[str, float | None]]() for _ in requests]
     rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)
     for counted in rounds:
         for each, own in zip(requests, runs, strict=True):
@@ -288,8 +282,8 @@ def measure_costs(
     points: dict[str, list[tuple[float, float]]] = {"sanitizer": [], "projector": [], "select": []}
     segments, number, rest = decoder.segments, len(pictures), []
     for one, ms in zip(planned, found, strict=True):
-        points["sanitizer"].append((one.rows / number, ms["sanitizer"] / number))
-        points["projector"].append((one.rows / number, ms["projector"] / number))
+        for part in ("sanitizer", "projector"):
+            points[part].append((one.rows / number, ms[part] / number))
         if one.plan is not None and one.plan.cuts:
             rows = text + sum(map(one.reaching, one.plan.cuts)) / len(one.plan.cuts)
             points["select"].append((rows, ms["select"] / len(one.plan.cuts)))
@@ -306,8 +300,8 @@ def measure_costs(
         tower=fit_measured([(tokens, tower)]),
         sanitizer=fit_measured(points["sanitizer"]),
         projector=fit_measured(points["projector"]),
-        decoders=segments,
         select=fit_measured(points["select"]),
+        decoders=segments,
         rest=max(0.0, median(rest)),
         token=decoder.token,
         token_start=decoder.token_start,
@@ -349,10 +343,7 @@ class MeasurementRounds:
 def _fast_enough(
     ask: Ask, plain: Request, possible: Sequence[Schedule], most_ms: float, progress: OnProgress
 ) -> list[Request]:
-    """Return the request at the smallest of the `possible` budgets, and at all before the first far above `most_ms`.
-
-    `possible` are ordered from the smallest to the largest.
-    """
+    """Return the request at the first of the `possible` budgets, and at all before the first far above `most_ms`."""
     requests: list[Request] = []
     for number, choice in enumerate(possible):
         progress("trying budgets", number, len(possible), "budgets")
@@ -375,9 +366,7 @@ def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgres
     if progress is True:
         with status(text) as report:
             yield report
-    elif progress is False:
-        yield unreported
+    elif progress is not False and not callable(progress):
+        raise TypeError(f"progress is {format_value(progress)}, expected True, False or a function.")
     else:
-        if not callable(progress):
-            raise TypeError(f"progress is {format_value(progress)}, expected True, False or a function.")
-        yield progress
+        yield progress or unreported

@@ -89,17 +89,13 @@ def first_budgets(
 
 
 def saved_costs_lines(
-    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts],
-    options: Options,
-    *,
-    measured: bool,
+    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts], options: Options, *, measured: bool
 ) -> str:
     """Keep the costs of a pipeline or a policy for later runs, unless they are a file's; return lines about them.
 
     `measured` is whether this command measured them.
     """
-    costs = keeper.costs
-    if costs is None:
+    if (costs := keeper.costs) is None:
         return ""
     doubt = doubtful_costs(costs)
     if options.costs:

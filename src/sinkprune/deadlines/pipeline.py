@@ -37,23 +37,12 @@ class Pipeline(pipeline.Pipeline, KeepsCosts[Costs]):
         deadline_ms = request.deadline_ms
         if deadline_ms is None:
             return super()._budgets_of(request, plan, tokens)
-        manifest = self.bundle.manifest
-        check_chosen_after_tower(manifest, request.method)
+        check_chosen_after_tower(self.bundle.manifest, request.method)
         costs = self._known_costs()
 
         def made(state: StreamState) -> Budgets:
-            history = self._history_of(costs)
-            return DeadlinePolicy(
-                manifest,
-                request,
-                plan,
-                tokens.passes,
-                deadline_ms,
-                costs,
-                history,
-                began=state.began(),
-                first_uses=lambda: self.chain.first_uses,
-            )
+            given = self.bundle.manifest, request, plan, tokens.passes, deadline_ms, costs, self._history_of(costs)
+            return DeadlinePolicy(*given, began=state.began(), first_uses=lambda: self.chain.first_uses)
 
         return made
 

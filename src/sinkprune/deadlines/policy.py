@@ -202,8 +202,7 @@ class DeadlinePolicy(Budgets):
             # The length of a closed list's answers is no choice of the user.
             return reason
         larger = takewhile(lambda one: one is not chosen, options)
-        first = next((one for one in larger if one.expected.first <= left), None)
-        if first is not None:
+        if (first := next((one for one in larger if one.expected.first <= left), None)) is not None:
             fitting = self._tokens_within(left, first.expected)
             return f"{reason}; budget {first.planned.budget} would bring {fitting}: {_ADVICE}"
         return f"{reason}; {_ADVICE}" if can_meet and not whole else reason

@@ -1,8 +1,12 @@
-"""`sinkprune-act`: a robot policy's next chunk of actions, for one moment or for every frame of folders."""
+"""`sinkprune-act`: a robot policy's next chunk of actions, for one moment or for every frame of folders.
+
+With `--rate` it runs the policy's loop over recorded moments, at the rate of an arm that is not there.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +19,16 @@ from sinkprune.contract.command_line.options import RunningOutput, json_outputs,
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.deadlines.costs import ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS
 from sinkprune.deadlines.options import check_cost_options, first_budgets, how_late, place_here, saved_costs_lines
 from sinkprune.policies.deadline import check_costs, check_least_steps
+from sinkprune.policies.loop import HORIZON, JOINS, MAX_AGE_MS, RATE_HZ, LoopReport, Observed, PolicyLoop
 from sinkprune.policies.observation import SEED, STEPS
 from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations
 from sinkprune.policies.policy import Policy
-from sinkprune.policies.rehearsal import (
-    add_loop_options,
-    check_loop_options,
-    loop_lines,
-    raise_fault,
-    rehearse,
-)
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
@@ -44,7 +43,7 @@ from sinkprune.runtime.commands.options import (
 from sinkprune.runtime.commands.run import decoded_facts, note_files, note_sizes
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.media.images import PICTURE_SUFFIXES
+from sinkprune.runtime.media.images import PICTURE_SUFFIXES, read_image
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS
@@ -62,6 +61,8 @@ examples:
 _NO_CHUNK = "no whole chunk was computed, so nothing was kept."
 _SHOWN = 8
 """How many numbers of an action a line has; --json has all."""
+_OF_LOOP = ("join", "execution_horizon", "max_age_ms")
+"""Options that need `--rate`."""
 
 
 @entry_point
@@ -104,19 +105,8 @@ def main(arguments: Sequence[str] | None) -> None:
     try:
         with explain_interrupt(_NO_CHUNK), output.until_written("acting") as progress:
             for moment in observations.moments:
-                chunks.append(
-                    policy.act(
-                        list(moment.cameras),
-                        options.instruction,
-                        moment.state,
-                        budget=options.budget,
-                        method=options.method,
-                        steps=options.steps,
-                        seed=options.seed,
-                        deadline_ms=options.deadline_ms,
-                        min_steps=options.min_steps,
-                    )
-                )
+                seen = [*moment.cameras], options.instruction, moment.state
+                chunks.append(policy.act(*seen, seed=options.seed, **_of_chunks(options)))
                 progress("acting", len(chunks), total, "chunks")
                 output.write(_line(chunks[-1], len(chunks), total))
     except (KeyboardInterrupt, SinkpruneError) as end:
@@ -151,15 +141,50 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
+def _of_chunks(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("budget", "method", "steps", "deadline_ms", "min_steps")}
+
+
+class _RecordedArm:
+    """An arm that plays its recorded moments, one a tick from the first action on, and notes what it is sent."""
+
+    def __init__(self, moments: Sequence[Moment], rate: float) -> None:
+        # Decoded before, as a camera's driver does it.
+        self._moments = [
+            ([None if path is None else read_image(path) for path in one.cameras], one.state) for one in moments
+        ]
+        self._rate, self._began = rate, 0.0
+        self.actions: list[list[float]] = []
+
+    def observe(self) -> Observed:
+        place = int((time.monotonic() - self._began) * self._rate) if self.actions else 0
+        cameras, state = self._moments[min(place, len(self._moments) - 1)]
+        return Observed(cameras, state, time.monotonic())
+
+    def send(self, action: Array) -> None:
+        if not self.actions:
+            self._began = time.monotonic()
+        self.actions.append(action.tolist())
+
+
 def _rehearse(policy: Policy, moments: Sequence[Moment], options: Options, facts: dict[str, Any]) -> None:
-    """Run the loop over all moments, print what it did, and write its report."""
+    """Run the loop over all moments, print what it did, and write its report; raises the fault that ended it."""
+    given = {name: value for name in _OF_LOOP if (value := getattr(options, name)) is not None}
+    given |= {"rate_hz": options.rate, **_of_chunks(options)}
     output = RunningOutput(options.json)
     with explain_interrupt("the loop did not come to its end, so nothing was kept."), output.until_written("acting"):
-        report, actions = rehearse(policy, moments, options)
-    output.write(loop_lines(report))
+        arm = _RecordedArm(moments, options.rate)
+        loop = PolicyLoop(policy, arm.observe, arm.send, options.instruction, **given)
+        report = loop.run(len(moments) / options.rate)
+    output.write(_loop_lines(report))
     captured = to_json(policy.backend.captured())
-    write_json(options.json, {**facts, "captured": captured, "loop": report.as_json(), "actions": actions})
-    raise_fault(report)
+    write_json(options.json, {**facts, "captured": captured, "loop": report.as_json(), "actions": arm.actions})
+    if (fault := report.fault) is not None:
+        if fault.error is not None and not isinstance(fault.error, SinkpruneError):
+            raise fault.error
+        raise SinkpruneError(
+            f"the loop stopped at tick {fault.tick} ({fault.kind}): {fault.message}"
+        ) from fault.error
     output.end()
 
 
@@ -213,7 +238,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5, or fewer "
         "--steps)",
     )
-    add_loop_options(parser)
+    _add_loop_options(parser)
     parser.group("output").add_argument(
         "--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture"
     )
@@ -221,11 +246,46 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     return parser.parse(arguments, Options)
 
 
+def _add_loop_options(parser: Any) -> None:
+    add = parser.add_argument
+    add(
+        "--rate",
+        type=RATE_HZ.named("--rate"),
+        metavar="HZ",
+        help="play the folders' moments at this rate, one a tick, and send an action a tick while the next chunk is "
+        "computed, as PolicyLoop does on a robot",
+    )
+    add("--join", choices=JOINS, help="with --rate: how a new chunk joins the one that runs (default: switch)")
+    add(
+        "--execution-horizon",
+        type=HORIZON.named("--execution-horizon"),
+        metavar="TICKS",
+        help="with --rate: ticks between the frames of two chunks, at least (default: 1)",
+    )
+    add(
+        "--max-age-ms",
+        type=MAX_AGE_MS.named("--max-age-ms"),
+        metavar="MS",
+        help="with --rate: stop at an action whose frame is older (default: 1000)",
+    )
+
+
 def _check_combinations(options: Options, observations: Observations) -> None:
     if options.min_steps is not None and options.deadline_ms is None:
         raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
     check_cost_options(options.warm_up, options.costs, options.deadline_ms)
-    check_loop_options(options, observations.moments)
+    if options.rate is None:
+        for name in _OF_LOOP:
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is for --rate, which is not given. Add --rate.")
+    else:
+        if len(observations.moments) < 2:
+            raise UsageError(
+                "--rate plays recorded moments, and there is one. Give a folder of frames for each camera."
+            )
+        for name in ("overlay", "seed"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} is for single chunks, and --rate computes many. Leave one out.")
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     if options.overlay and len(observations.moments) > 1:
@@ -236,10 +296,7 @@ def _check_combinations(options: Options, observations: Observations) -> None:
 
 
 def _open(options: Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
-    """Open the policy's bundle, and check the budget and all observations before anything is loaded.
-
-    Returns the bundle, the observations in the order of its cameras, and the notes on states that were printed.
-    """
+    """Return the bundle, the observations in the order of its cameras, and notes that were printed; loads nothing."""
     bundle = read_runnable(options.bundle, options.trust)
     manifest = bundle.manifest
     check_kind(bundle, acts=True)
@@ -252,10 +309,7 @@ def _open(options: Options, observations: Observations) -> tuple[Bundle, Observa
 
 
 def _usable_costs(options: Options, bundle: Bundle, frames: int) -> ActionCosts | None:
-    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
-
-    Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
-    """
+    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured."""
     place = place_here(options, bundle)
     if options.warm_up:
         return None
@@ -318,6 +372,19 @@ def _draw(path: Path, chunk: ActionReport, moment: Moment, instruction: str) -> 
         sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
         return
     write_output(path, picture_bytes(overlay(chunk, moment.cameras, instruction), path))
+
+
+def _loop_lines(report: LoopReport) -> str:
+    late, age, chunk = report.lateness_ms, report.frame_age_ms, report.chunk_ms
+    return (
+        f"{counted(report.ticks, 'tick')} at {report.rate_hz:g} Hz, late by {late.quantile(0.5):.2f} ms (median), "
+        f"{late.quantile(0.99):.2f} ms (p99), {late.largest:.2f} ms (most); {report.missed_ticks} missed, "
+        f"{'with' if report.real_time else 'without'} real-time priority\n"
+        f"{counted(report.chunks, 'chunk')} by {report.join}: {chunk.quantile(0.5):.0f} ms each (median), "
+        f"{chunk.quantile(0.99):.0f} ms (p99); {report.late_chunks} late, which held the arm for "
+        f"{counted(report.held_ticks, 'tick')}; {counted(report.dropped_actions, 'action')} past and dropped\n"
+        f"the frame behind an action: {age.quantile(0.5):.0f} ms old (median), {age.quantile(0.99):.0f} ms (p99)\n"
+    )
 
 
 def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:

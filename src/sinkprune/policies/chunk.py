@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.engines_manifest import Limits
@@ -21,11 +22,11 @@ from sinkprune.contract.model_facts import (
     STOP_ROW,
     ActionRows,
     ActionTokens,
+    FastTokens,
     PolicyFacts,
 )
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
-from sinkprune.policies.fast import actions_of
 from sinkprune.policies.observation import Observation, robot_actions
 from sinkprune.policies.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.backends import Backend, Tensor
@@ -50,6 +51,7 @@ _NOT_FINITE = (
 )
 _MOST = 100
 """How many times are remembered, of about half a megabyte each for pi0.5's true shapes."""
+_OTHER_INPUTS = "Give a frame and an instruction like those of its training, or a larger budget."
 
 
 class StepTimes:
@@ -114,12 +116,7 @@ def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
 
 
 def denoise(
-    chain: Chain,
-    policy: PolicyFacts,
-    times: StepTimes,
-    observation: Observation,
-    run: PromptRun,
-    clock: Stopwatch,
+    chain: Chain, policy: PolicyFacts, times: StepTimes, observation: Observation, run: PromptRun, clock: Stopwatch
 ) -> Array:
     """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of the prompt's `run`.
 
@@ -130,12 +127,7 @@ def denoise(
     """
     backend, rows, position = chain.backend, policy.expert_rows, run.rows.positions.next
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
-    step = np.float32(-1.0 / observation.steps)
-    fixed = {
-        "cos": cos,
-        "sin": sin,
-        "step": backend.tensor(np.array([step])),
-    }
+    fixed = {"cos": cos, "sin": sin, "step": backend.tensor(np.array([-1.0 / observation.steps], np.float32))}
     if not policy.state_in_prompt:
         fixed["state"] = backend.tensor(observation.state)
     for segment, (decoder, cache) in enumerate(zip(chain.decoders, run.prefilled.cache.segments, strict=True)):
@@ -200,7 +192,7 @@ def decode_actions(model: LoadedModel, kind: ActionTokens, numbers: int, run: Pr
             if token == kind.stop:
                 raise NumericsError(
                     f"the policy ended its answer after {len(tokens)} of {numbers} tokens of an action, so there is "
-                    "no action. Give a frame and an instruction like those of its training, or a larger budget."
+                    f"no action. {_OTHER_INPUTS}"
                 )
             tokens.append(token)
     edges = np.linspace(-1, 1, kind.edges)
@@ -208,34 +200,86 @@ def decode_actions(model: LoadedModel, kind: ActionTokens, numbers: int, run: Pr
     return centres[np.clip(kind.end - np.array(tokens) - 1, 0, len(centres) - 1)].astype(np.float32)[None, None]
 
 
+def actions_of(tokens: Iterable[int], policy: PolicyFacts, tokenizer: Tokenizer) -> tuple[Array, int]:
+    """Return a chunk [1,chunk,action_dim] fp32 of pi0-FAST's first `tokens`, and how many they are.
+
+    The inverse of FAST (arXiv 2501.09747), as LeRobot computes it. `tokenizer` is that of the decoder. Raises
+    `NumericsError` for tokens that are no actions. LeRobot gives a chunk of zeros for some of them, and skips others.
+    """
+    fast, end, found = policy.fast, tokenizer.token_to_id("|"), list[int]()
+    assert fast is not None
+    for token in islice(tokens, fast.most):
+        found.append(token)
+        if token == end:
+            break
+    begin = tokenizer.encode("Action: ", add_special_tokens=False).ids
+    if fast.begins and found[:2] != begin[:2]:
+        raise NumericsError(f"the policy's answer does not begin with 'Action:', so it is no action. {_OTHER_INPUTS}")
+    first = tokenizer.get_vocab_size(with_added_tokens=False) - 1 - fast.skip
+    own = [first - token for token in _without([token for token in found if token != end], begin)]
+    coefficients = _coefficients(fast, own, policy.chunk * policy.action_dim)
+    return inverse_dct(coefficients.reshape(policy.chunk, policy.action_dim) / fast.scale)[None], len(found)
+
+
+def inverse_dct(coefficients: Array) -> Array:
+    """Return [n,width] fp32: the inverse of an orthogonal DCT of type 2 along the first axis."""
+    count = len(coefficients)
+    places, frequencies = np.arange(count)[:, None], np.arange(count)
+    waves = np.cos(np.pi * (2 * places + 1) * frequencies / (2 * count)) * np.sqrt(2 / count)
+    waves[:, 0] = np.sqrt(1 / count)
+    actions: Array = (waves @ coefficients).astype(np.float32)
+    return actions
+
+
+def _without(tokens: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Return the `tokens` without each `part` of them."""
+    left, place = [*tokens], 0
+    while part and place <= len(left) - len(part):
+        if left[place : place + len(part)] == [*part]:
+            del left[place : place + len(part)]
+        else:
+            place += 1
+    return left
+
+
+def _coefficients(fast: FastTokens, tokens: Sequence[int], wanted: int) -> Array:
+    """Return [wanted] fp64: the coefficients of FAST's `tokens`, cut or filled with zeros."""
+    if not fast.pieces:
+        return np.zeros(wanted)
+    for token in tokens:
+        if not 0 <= token < len(fast.pieces):
+            raise NumericsError(
+                f"the policy gave the token {token} as one of FAST, which has {len(fast.pieces)}, so there are no "
+                f"actions. {_OTHER_INPUTS}"
+            )
+    # Bytes of a character may lie in several tokens.
+    text = bytes.fromhex("".join(fast.pieces[token] for token in tokens)).decode("utf-8", "replace")
+    given = np.array([*map(ord, text[:wanted])], np.float64) + fast.min_token
+    return np.concatenate([given, np.zeros(wanted - len(given))])
+
+
 Choose = Callable[[int], tuple[str, int]]
 """Returns the budget and the denoising steps of a chunk from the text tokens of its prompt, when the vision tower is
 done."""
 
 
+@dataclass
 class _ChunkBudgets(Budgets):
-    """Runs the budget that `choose` returns, and holds its steps."""
+    """Runs the budget that `pick` returns, and holds its steps."""
 
-    steps: int
+    model: LoadedModel
+    method: str
+    plan: Plan | None
+    layouts: Sequence[VisualLayout]
+    pick: Choose
+    timed: bool
+    steps: int = 0
     """After `choose`."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        method: str,
-        plan: Plan | None,
-        layouts: Sequence[VisualLayout],
-        choose: Choose,
-        *,
-        timed: bool,
-    ) -> None:
-        self._model, self._method, self._layouts, self._choose = model, method, layouts, choose
-        self.plan, self.timed = plan, timed
-
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
-        budget, self.steps = self._choose(text)
-        planned = _planned(self._model, text, self._layouts, self._method, budget)
-        self._model.chain.load_plan(planned.plan)
+        budget, self.steps = self.pick(text)
+        planned = _planned(self.model, text, self.layouts, self.method, budget)
+        self.model.chain.load_plan(planned.plan)
         return planned
 
 
@@ -295,7 +339,6 @@ def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, vi
 
 def run_chunk(
     model: LoadedModel,
-    policy: PolicyFacts,
     times: StepTimes,
     observation: Observation,
     method: str,
@@ -312,10 +355,11 @@ def run_chunk(
     """
     model = model.for_plan(plan)
     manifest, chain, clock = model.manifest, model.chain, Stopwatch(model.chain.backend, observer.during)
+    policy = manifest.acting
     rows = _AllCameras()
     encode_prompt = partial(_encoded, model, observation)
     looked = look(model, observation.cameras, encode_prompt, None, rows, observer, clock, "latency")
-    budgets = _ChunkBudgets(model, method, plan, looked.layouts, choose, timed=timed)
+    budgets = _ChunkBudgets(model, method, plan, looked.layouts, choose, timed)
 
     def question_of(plan: Plan | None) -> list[int]:
         return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []

@@ -160,11 +160,9 @@ def _prediction(costs: BudgetCosts) -> Prediction:
 
 
 def _fastest(ms: Mapping[str, float]) -> str:
-    """Return the smallest of the budgets whose chunk takes about the least milliseconds; `ms` has it last.
-
-    These are measured costs. Recent slowdowns differ between the parts of a chunk, and would reorder budgets that
-    cost nearly the same, until the slowest chunk leaves the history.
-    """
+    """Return the smallest of the budgets whose chunk takes about the least milliseconds; `ms` has it last."""
+    # By measured costs: recent slowdowns differ between the parts of a chunk, and would reorder budgets that cost
+    # nearly the same.
     least = min(ms.values())
     return [name for name, own in ms.items() if own <= MARGIN * least][-1]
 

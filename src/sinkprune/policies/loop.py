@@ -47,6 +47,10 @@ _SWITCH_S = 5e-4
 _PRIORITY = 1
 """The lowest of Linux's real-time priorities, so that a driver's threads come first."""
 _POLL_S = 0.01
+_HANGS_S = 10.0
+"""How long the end of a run waits for a chunk. What hangs for longer keeps its thread."""
+_FIRST_CHUNK_S = 600.0
+"""How long the first chunk may take, for which engines may compile."""
 
 
 class Clock(Protocol):
@@ -235,15 +239,9 @@ class LoopReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, for `json.dumps`."""
-        names = ("kind", "message", "tick")
-        fault = self.fault and {name: getattr(self.fault, name) for name in names}
-        return {
-            **vars(self),
-            "lateness_ms": self.lateness_ms.as_json(),
-            "frame_age_ms": self.frame_age_ms.as_json(),
-            "chunk_ms": self.chunk_ms.as_json(),
-            "fault": fault,
-        }
+        fault = self.fault and {name: getattr(self.fault, name) for name in ("kind", "message", "tick")}
+        times = {name: own.as_json() for name, own in vars(self).items() if isinstance(own, Histogram)}
+        return {**vars(self), **times, "fault": fault}
 
 
 class PolicyLoop:
@@ -309,13 +307,8 @@ class PolicyLoop:
                 "join is 'trained', and the policy's checkpoint was not trained with held actions (LeRobot's "
                 "rtc_training_max_delay). Take 'inpaint'."
             )
-        for name, function in {
-            "observe": observe,
-            "send": send,
-            "hold": hold,
-            "on_fault": on_fault,
-            "on_chunk": on_chunk,
-        }.items():
+        called = {"observe": observe, "send": send, "hold": hold, "on_fault": on_fault, "on_chunk": on_chunk}
+        for name, function in called.items():
             check_callable(name, function)
         self._policy, self._observe, self._send, self._instruction = policy, observe, send, instruction
         self._rate, self._max_age = RATE_HZ.check(rate_hz), MAX_AGE_MS.check(max_age_ms) / 1e3
@@ -364,10 +357,7 @@ class PolicyLoop:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Compute chunks in the block. At its end, also by Ctrl-C, wait for the last one.
-
-        A process must not end while an engine runs. What hangs for longer keeps its thread.
-        """
+        """Compute chunks in the block. At its end, also by Ctrl-C, wait: no process may end while an engine runs."""
         self._planner = planner = threading.Thread(target=self._compute_chunks, name="sinkprune chunks", daemon=True)
         planner.start()
         try:
@@ -501,12 +491,6 @@ class PolicyLoop:
                 f" The last chunk took longer than its {count} actions at {self._rate:g} Hz, so all were past. Take "
                 "a smaller budget, fewer steps or a lower rate."
             )
-
-
-_HANGS_S = 10.0
-"""How long the end of a run waits for a chunk."""
-_FIRST_CHUNK_S = 600.0
-"""How long the first chunk may take, for which engines may compile."""
 
 
 @contextmanager

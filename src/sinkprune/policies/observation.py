@@ -133,16 +133,9 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
         )
     given = values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
     with np.errstate(over="ignore"):
-        if policy.state_range:
-            low, extent = _extents(policy.state_range)
-            values = np.float32(2) * (values - low) / extent - np.float32(1)
-        elif policy.state_mean:
-            mean, std = (np.asarray(each, np.float32) for each in (policy.state_mean, policy.state_std))
-            values = (values - mean) / (std + np.float32(1e-8))
+        values = _normalised(values, policy.state_range, policy.state_mean, policy.state_std)
     _check_finite("state", given, values, "numbers that are finite in fp32 when they are normalised")
-    padded = np.zeros((1, 1, policy.state_dim), np.float32)
-    padded[0, 0, :width] = values
-    return padded
+    return np.pad(values, (0, policy.state_dim - width))[None, None]
 
 
 def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
@@ -198,15 +191,17 @@ def normalised_actions(policy: PolicyFacts, actions: Sequence[Sequence[float]] |
     values = _floats("held", given, (len(given), width), f"actions of {counted(width, 'number')} each")
     if policy.relative_actions:
         values = values - _origin(policy, state)
-    if policy.action_range:
-        low, extent = _extents(policy.action_range)
-        values = np.float32(2) * (values - low) / extent - np.float32(1)
-    elif policy.action_mean:
-        mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
-        values = (values - mean) / (std + np.float32(1e-8))
-    padded = np.zeros((1, len(given), policy.action_dim), np.float32)
-    padded[0, :, :width] = values
-    return padded
+    values = _normalised(values, policy.action_range, policy.action_mean, policy.action_std)
+    return np.pad(values, ((0, 0), (0, policy.action_dim - width)))[None]
+
+
+def _normalised(values: Array, ranges: NumberRanges | None, mean: Sequence[float], std: Sequence[float]) -> Array:
+    if ranges:
+        low, extent = _extents(ranges)
+        return np.float32(2) * (values - low) / extent - np.float32(1)
+    if mean:
+        return (values - np.asarray(mean, np.float32)) / (np.asarray(std, np.float32) + np.float32(1e-8))
+    return values
 
 
 def _extents(ranges: NumberRanges) -> tuple[Array, Array]:

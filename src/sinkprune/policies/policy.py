@@ -238,6 +238,4 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         *,
         timed: bool = True,
     ) -> ActionReport:
-        return run_chunk(
-            self._model, self.facts, self._times, observation, method, plan, choose, observer, timed=timed
-        )
+        return run_chunk(self._model, self._times, observation, method, plan, choose, observer, timed=timed)

@@ -25,21 +25,9 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import Row, Spread, by_method, profile_rows
 from sinkprune.policies.observation import STEPS, Cameras
-from sinkprune.policies.options import (
-    Observations,
-    add_cameras,
-    add_state,
-    check_kind_options,
-    given_observations,
-)
+from sinkprune.policies.options import Observations, add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.policies.policy import Policy
-from sinkprune.policies.report import (
-    PROFILE_PARTS,
-    ActionReport,
-    ChunkReport,
-    PolicyBudgetReport,
-    PolicyReport,
-)
+from sinkprune.policies.report import PROFILE_PARTS, ActionReport, ChunkReport, PolicyBudgetReport, PolicyReport
 from sinkprune.runtime.commands.options import Options, check_memory
 from sinkprune.runtime.commands.profile import (
     ProfileExtension,
@@ -224,10 +212,7 @@ def _step_list(words: str) -> list[int]:
 
 
 def _profile(options: Options, bundle: Bundle, observations: Observations) -> None:
-    """Measure the policy `bundle`, print a table, and write the report.
-
-    Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
-    """
+    """Measure the policy `bundle`, print a table, and write the report, also of complete rounds after Ctrl-C."""
     manifest = bundle.manifest
     if len(observations.moments) > 1:
         raise UsageError(

@@ -28,14 +28,13 @@ from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.serving.bodies import Bodies, Body, Places
-from sinkprune.serving.body_fields import RETRY_S, ApiError, field_of, shortage, shutting_down
+from sinkprune.serving.body_fields import ApiError, field_of, shortage, shutting_down
 from sinkprune.serving.callers import Callers
 from sinkprune.serving.chat_request import ChatReader, ChatRequest
-from sinkprune.serving.chat_tools import ToolAnswerReader
+from sinkprune.serving.connections import Bodies, Body, Places
 from sinkprune.serving.page import Metrics, page_endpoint
 from sinkprune.serving.picture_urls import MOST_REMOTE_BYTES, PictureReader, fetch_https
-from sinkprune.serving.responses import Completion, FileNotes, TokenLogprobs, event
+from sinkprune.serving.responses import Completion, FileNotes, TokenLogprobs, ToolAnswerReader, event
 from sinkprune.serving.scheduler import Job, Scheduler
 from sinkprune.serving.sessions import Session, why_no_sessions
 
@@ -47,8 +46,9 @@ _PARSED_AT_ONCE = 2
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
-_Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
-"""A token's text with the log probabilities since the last, or how the request ended."""
+_Piece = tuple[str, list[dict[str, object]] | None]
+"""A token's text with the log probabilities since the last."""
+_Event = _Piece | Answer | BaseException
 
 
 def new_app(pipeline: Pipeline, options: Options) -> Starlette:
@@ -115,9 +115,8 @@ class _Server:
                 if key is None:
                     self._callers.check(http.headers)
                 elif needs_key and not _has_key(http, key):
-                    raise ApiError(
-                        "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
-                    )
+                    what = "the API key is missing or wrong. Send the header Authorization: Bearer KEY."
+                    raise ApiError(what, status=401)
                 return await endpoint(http)
             except (ApiError, OSError) as error:
                 rejected = _rejected(error)
@@ -161,9 +160,8 @@ class _Server:
         # Pages of other origins may send other types without the browser's asking.
         if kind.partition(";")[0].strip().lower() != "application/json":
             found = f"Content-Type is {format_value(kind)}" if kind else "there is no Content-Type"
-            raise ApiError(
-                f"{found}, expected application/json. Send the header Content-Type: application/json.", status=415
-            )
+            what = f"{found}, expected application/json. Send the header Content-Type: application/json."
+            raise ApiError(what, status=415)
         # Before it takes a place: a body that does not arrive keeps no other request out.
         body = await self._bodies.read(http)
         streams = False
@@ -192,11 +190,11 @@ class _Server:
                 logprobs += given[1] or []
         finally:
             if not streams:
-                body.release()
+                self._bodies.release(body)
 
     def _end(self, job: Job, body: Body) -> None:
         self.scheduler.cancel(job)
-        body.release()
+        self._bodies.release(body)
 
     def _answered(self, answer: Answer, completion: Completion) -> None:
         # The time of preparing has a part that the answer's times have too.
@@ -207,7 +205,7 @@ class _Server:
     async def _read(self, http: Request, body: Body) -> ChatRequest:
         if self._reading >= self._options.max_queue:
             others = counted(self._reading, "other request")
-            raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
+            raise ApiError(f"the server is reading {others}. Try again later.", status=429)
         reader, data = self._reader, body.data
         parsing = self._parsing_large if len(data) > _SMALL_BODY else self._parsing_small
         priority = body.priority
@@ -238,14 +236,11 @@ class _Server:
             del found
 
     async def _fetch(self, http: Request, url: str, body: Body, parsing: Places, priority: int) -> bytes:
-        """Return the bytes at an address, for a thread that reads the request `http`.
-
-        Meanwhile the request leaves its place for parsing to others.
-        """
+        """Return the bytes at an address; the request leaves its place for parsing to others meanwhile."""
         if self._fetching >= _FETCHED_AT_ONCE:
             others = counted(self._fetching, "other request")
-            raise ApiError(f"the server fetches pictures of {others}.", status=429, retry_after=RETRY_S)
-        body.add(MOST_REMOTE_BYTES)
+            raise ApiError(f"the server fetches pictures of {others}.", status=429)
+        self._bodies.add(body, MOST_REMOTE_BYTES)
         self._fetching += 1
         self._reading -= 1
         parsing.leave(priority)
@@ -258,7 +253,7 @@ class _Server:
                     raise shutting_down()
                 await asyncio.wait([fetching], timeout=0.25)
             data = fetching.result()
-            body.add(len(data) - MOST_REMOTE_BYTES)
+            self._bodies.add(body, len(data) - MOST_REMOTE_BYTES)
             return data
         finally:
             fetching.cancel()
@@ -295,14 +290,8 @@ class _Server:
             job.answering = self._pipeline
         return job
 
-    async def _next(
-        self, http: Request, job: Job, events: asyncio.Queue[_Event]
-    ) -> tuple[str, list[dict[str, object]] | None] | Answer:
-        """Return a job's next text, or its answer.
-
-        Cancels the job if the client goes away. Raises `ApiError` for errors of the request, and other errors as they
-        are.
-        """
+    async def _next(self, http: Request, job: Job, events: asyncio.Queue[_Event]) -> _Piece | Answer:
+        """Return a job's next text, or its answer. Cancels the job if the client goes away. Raises its error."""
         found: _Event | None = None
         try:
             while found is None:
@@ -330,7 +319,7 @@ class _Server:
         completion: Completion,
         job: Job,
         events: asyncio.Queue[_Event],
-        found: tuple[str, list[dict[str, object]] | None] | Answer,
+        found: _Piece | Answer,
     ) -> AsyncIterator[bytes]:
         first = True
         try:

@@ -34,8 +34,6 @@ from sinkprune.runtime.steps.request import (
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema, given_choices
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P
 
-RETRY_S = 1
-"""When a client that was rejected with 429 should try again."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -43,17 +41,15 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 class ApiError(Exception):
     """A request that the server rejects, with an HTTP status and one message."""
 
-    def __init__(
-        self, message: str, param: str | None = None, *, status: int = 400, retry_after: int | None = None
-    ) -> None:
-        """Reject with `status`. `param` is the field of the body that is wrong; `retry_after` is in seconds."""
-        super().__init__(message)
-        self.status, self.param, self.retry_after = status, param, retry_after
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, retry: bool = False) -> None:
+        """Reject with `status`. `param` is the field of the body that is wrong.
 
-    @property
-    def headers(self) -> dict[str, str]:
+        With status 429 or `retry`, the response tells the client to try again after a second.
+        """
+        super().__init__(message)
+        self.status, self.param = status, param
+        self.headers = {"Retry-After": "1"} if retry or status == 429 else {}
         """The headers of the response."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def shortage(error: BaseException | None) -> ApiError | None:
                 status=507,
             )
         if found in _NO_FILES:
-            return ApiError("the server has no free file descriptor. Try again later.", status=503, retry_after=1)
+            return ApiError("the server has no free file descriptor. Try again later.", status=503, retry=True)
         error = error.__cause__
     return None
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks import RealNumber, WholeNumber, unknown_name
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.checks import RealNumber, WholeNumber, format_value, unknown_name
+from sinkprune.contract.errors import SinkpruneError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.media.images import ImageBytes
@@ -23,6 +23,7 @@ from sinkprune.runtime.steps.request import Request, choice_note, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TOP_P
 from sinkprune.runtime.text.prompt import Text, Turn
+from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.body_fields import (
     LEAST_TOKENS,
     MOST_TOKENS,
@@ -41,7 +42,6 @@ from sinkprune.serving.body_fields import (
     unsupported_field,
     wrong,
 )
-from sinkprune.serving.chat_tools import TOOL_FIELDS, OpenCalls, read_tools
 from sinkprune.serving.picture_urls import PictureReader
 
 _MOST_MESSAGES = 256
@@ -63,13 +63,14 @@ _OF_ROLE = {"assistant": "tool_calls", "tool": "tool_call_id"}
 """The further keys of messages. Templates have no place for `name`."""
 _EMPTY = ("refusal", "audio", "function_call", "annotations", "tool_calls", "tool_call_id")
 """Keys that clients send back empty, with an assistant's message that they received."""
+_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
 _OF_PYTHON = {ours: name for name, ours in _GUIDED.items()}
 _KNOWN = {
     *("model", "messages", "stream", "stream_options", "logprobs", "top_logprobs", "response_format"),
-    *(*_OPTIONS, *MOST_TOKENS, *LEAST_TOKENS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
+    *(*_OPTIONS, *MOST_TOKENS, *LEAST_TOKENS, *_OURS, *_GUIDED, *_TOOL_FIELDS, *_NEUTRAL),
 }
 
 
@@ -161,7 +162,7 @@ class ChatReader:
                 raise ApiError(str(error), field) from error
         try:
             forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
-            tools = read_tools(given)
+            tools = _read_tools(given)
             check_one_form({**forms, "tools": tools is not None and tools.may_call}, options.get("stop"))
             if not options.get("temperature"):
                 # Clients also send these for greedy answers, which they do not change.
@@ -251,7 +252,7 @@ class ChatReader:
         pictures: list[ImageBytes | VideoBytes] = []
         turns: list[Turn] = []
         system: Text | None = None
-        calls = OpenCalls()
+        calls = _OpenCalls()
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
             if not isinstance(message, dict):
@@ -316,6 +317,74 @@ class ChatReader:
         return tuple(map(tuple, texts))
 
 
+def _read_tools(given: Mapping[str, Any]) -> Tools | None:
+    """Return the tools of a request with the fields `given`, or None; raises `ApiError`."""
+    functions, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    parallel = read_flag(given, "parallel_tool_calls", default=True)
+    name: str | None = None
+    match choice:
+        case "auto" | "none" | "required":
+            pass
+        case {"type": "function", "function": {"name": str(called)}}:
+            choice, name = "required", called
+        case _:
+            raise _unexpected("tool_choice", format_json(choice), "auto, none, required or a function by its name")
+    if functions == []:
+        if choice == "required":
+            raise ApiError("tool_choice needs a call, and there are no tools. Give tools.", "tool_choice")
+        return None
+    try:
+        return Tools(functions, choice, name, parallel)
+    except UsageError as error:
+        raise ApiError(str(error), "tools") from error
+
+
+class _OpenCalls:
+    """The calls of a conversation whose results have not been read yet, by their ids."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    def read(self, message: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:
+        """Return the calls of an assistant's message, which wait for their results from now on."""
+        given, calls = message.get("tool_calls"), []
+        if not isinstance(given, list | None):
+            raise _unexpected(f"{where}.tool_calls", format_json(given), "a list of calls")
+        for one in given or ():
+            match one:
+                case {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}:
+                    try:
+                        call = ToolCall(id_, name, read_arguments(arguments))
+                    except UsageError as error:
+                        raise wrong(f"{where}: {error}") from error
+                case _:
+                    raise _unexpected(
+                        f"{where}.tool_calls", format_json(one), "calls with id, type function, and function"
+                    )
+            if call.id in self._ids:
+                raise wrong(f"{where} has two tool calls of the same id. Send each once.")
+            self._ids.add(call.id)
+            calls.append(call)
+        return tuple(calls)
+
+    def result(self, message: Mapping[str, Any], text: str, where: str) -> Turn:
+        """Return the turn of a tool's message with this `text`."""
+        given = message.get("tool_call_id")
+        if not isinstance(given, str) or given not in self._ids:
+            found = format_field(message, "tool_call_id")
+            raise _unexpected(f"{where}.tool_call_id", found, "the id of a call of the assistant's message before it")
+        self._ids.remove(given)
+        return Turn("tool", (text,), tool_call_id=given)
+
+    def check_none(self, where: str) -> None:
+        """Reject `where`, a message or the end, as a place that calls without results precede."""
+        if self._ids:
+            missing = format_value(", ".join(sorted(self._ids)))
+            raise wrong(
+                f"{where} comes before the results of the tool calls {missing}. Send a tool message for each call."
+            )
+
+
 def _take_unused(options: dict[str, Any], unused: Iterable[tuple[RealNumber | WholeNumber, object]]) -> list[str]:
     """Check and remove `options` that change nothing; return the names of those that are not at their defaults."""
     return [
@@ -343,3 +412,7 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
 
 def _is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
+
+
+def _unexpected(name: str, found: str, expected: str) -> ApiError:
+    return ApiError(f"{name} is {found}, expected {expected}.", name.partition("[")[0])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.hooks import Observer, Tokens
-from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.steps.decoding import KVCache, logits_of_rows
-from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_tokens import Sampler, check_finite
 from sinkprune.runtime.text.prompt import PromptEncoder
@@ -59,24 +57,69 @@ class ChoiceTokens(Tokens):
 
         If a deadline or `Stream.cancel` comes before all tokens are scored, the first token of each answer decides.
         """
-        began, budgets, seen, state = time.perf_counter(), draft.hooks.budgets, draft.hooks.seen, draft.state
-        scores, cut, paused_ms = yield from score_choices(
-            draft.model.chain,
-            draft.model.embedding,
-            draft.cache,
-            draft.logits,
-            self,
-            seen,
-            lambda passes: "cancelled" if state.cancelled else budgets.finish(passes),
-        )
+        began = time.perf_counter()
+        scores, cut, paused_ms = yield from self._score(draft)
         number = draft.sampler(scores)
         ids, text = [*self.ids[number]], self.texts[number]
         shares = np.exp(scores - scores.max())
         probabilities = dict(zip(self.texts, (shares / shares.sum()).tolist(), strict=True))
         took = ms_since(began) - paused_ms
-        seen.chose(ids[0], draft.logits)
+        draft.hooks.seen.chose(ids[0], draft.logits)
         yield text
         return Written(text, ids, cut or "stop", [], took, probabilities)
+
+    def _score(self, draft: Draft) -> Generator[None, None, tuple[Array, str, float]]:
+        """Score each answer after the prompt of `draft`, whose cache may grow; raises `NumericsError`.
+
+        Yields before each part of a pass, because a server answers other requests meanwhile. Returns the log
+        probabilities [choices] float64, not normalised, because the model may give other answers too; why only the
+        first token of each answer counts, or ""; and the milliseconds of others.
+        """
+        chain, cache = draft.model.chain, draft.cache
+        scores, scored, others_ms = np.zeros(len(self.ids)), set[_Ids](), 0.0
+        passes, stop = self.passes, self.stop if self.stop_counts else ()
+
+        def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
+            """Add the probability of what follows `prefix`, with these `logits`, to the answers that it begins."""
+            if prefix not in scored:
+                scored.add(prefix)
+                check_finite(logits)
+                for number in begun:
+                    following = self.ids[number][len(prefix) : len(prefix) + 1] or stop
+                    scores[number] += _log_probability(logits, following) if following else 0.0
+
+        count((), range(len(self.ids)), draft.logits)
+        first = scores.copy()
+        with chain.backend.turn:
+            saved = [
+                decoder.save(own, own.length) if len(passes) > 1 else None
+                for decoder, own in zip(chain.decoders, cache.segments, strict=True)
+            ]
+        lengths, positions = cache.lengths, [*cache.next_positions]
+        for number, tokens in enumerate(passes, 1):
+            own, at_once = cache, _AT_ONCE if chain.resumes else 1
+            begun: Sequence[int] = range(len(self.ids))
+            for start in range(0, len(tokens), at_once):
+                since = time.perf_counter()
+                yield
+                others_ms += ms_since(since)
+                if reason := "cancelled" if draft.state.cancelled else draft.hooks.budgets.finish(number):
+                    return first, reason, others_ms
+                with chain.backend.turn, draft.hooks.seen.during("decode"):
+                    if start == 0 and number < len(passes):
+                        parts = zip(chain.decoders, saved, lengths, strict=True)
+                        restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
+                        own = KVCache(restored, [*positions])
+                    some = draft.model.embedding(tokens[start : start + at_once])
+                    for place, following in enumerate(logits_of_rows(chain, own, some), start + 1):
+                        begun = [
+                            one for one in begun if self.ids[one][place - 1 : place] == tokens[place - 1 : place]
+                        ]
+                        count(tokens[:place], begun, following)
+                    if start + at_once >= len(tokens):
+                        # Others may need its memory meanwhile.
+                        own = cache
+        return scores, "", others_ms
 
 
 class ChoiceForm:
@@ -91,67 +134,6 @@ class ChoiceForm:
         ids = tuple(tuple(self._prompts.answer_ids(text)) for text in request.choice)
         choices = ChoiceTokens(tuple(request.choice), ids, tuple(self._stop))
         return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
-
-
-def score_choices(
-    chain: Chain,
-    embedding: Embedding,
-    cache: KVCache,
-    logits: Array,
-    choices: ChoiceTokens,
-    observer: Observer,
-    cut: Callable[[int], str],
-) -> Generator[None, None, tuple[Array, str, float]]:
-    """Score each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
-
-    Yields before each part of a pass, because a server answers other requests meanwhile. `cut` receives the number
-    of passes so far, with that of the prompt, and returns why there is no other, or "".
-
-    Returns the log probabilities [choices] float64, not normalised, because the model may give other answers too;
-    why only the first token of each answer counts, or ""; and the milliseconds of others. Raises `NumericsError`.
-    """
-    scores, scored, others_ms = np.zeros(len(choices.ids)), set[_Ids](), 0.0
-    passes, stop = choices.passes, choices.stop if choices.stop_counts else ()
-
-    def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
-        """Add the probability of what follows `prefix`, with these `logits`, to the answers that it begins."""
-        if prefix not in scored:
-            scored.add(prefix)
-            check_finite(logits)
-            for number in begun:
-                following = choices.ids[number][len(prefix) : len(prefix) + 1] or stop
-                scores[number] += _log_probability(logits, following) if following else 0.0
-
-    count((), range(len(choices.ids)), logits)
-    first = scores.copy()
-    with chain.backend.turn:
-        saved = [
-            decoder.save(own, own.length) if len(passes) > 1 else None
-            for decoder, own in zip(chain.decoders, cache.segments, strict=True)
-        ]
-    lengths, positions = cache.lengths, [*cache.next_positions]
-    for number, tokens in enumerate(passes, 1):
-        own, at_once = cache, _AT_ONCE if chain.resumes else 1
-        begun: Sequence[int] = range(len(choices.ids))
-        for start in range(0, len(tokens), at_once):
-            since = time.perf_counter()
-            yield
-            others_ms += ms_since(since)
-            if reason := cut(number):
-                return first, reason, others_ms
-            with chain.backend.turn, observer.during("decode"):
-                if start == 0 and number < len(passes):
-                    parts = zip(chain.decoders, saved, lengths, strict=True)
-                    restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
-                    own = KVCache(restored, [*positions])
-                some = embedding(tokens[start : start + at_once])
-                for place, following in enumerate(logits_of_rows(chain, own, some), start + 1):
-                    begun = [one for one in begun if choices.ids[one][place - 1 : place] == tokens[place - 1 : place]]
-                    count(tokens[:place], begun, following)
-                if start + at_once >= len(tokens):
-                    # Others may need its memory meanwhile.
-                    own = cache
-    return scores, "", others_ms
 
 
 def _log_probability(logits: Array, tokens: Sequence[int]) -> float:

@@ -174,11 +174,10 @@ def log(line: str) -> None:
 
 def _api_key(options: Options) -> str | None:
     """Return the key of the option or of the environment, or None; raises `UsageError` without printing the key."""
-    if options.api_key is not None:
-        where, key = "--api-key", options.api_key
-    elif API_KEY in os.environ:
-        where, key = f"the environment variable {API_KEY}", os.environ[API_KEY]
-    else:
+    where, key = "--api-key", options.api_key
+    if key is None:
+        where, key = f"the environment variable {API_KEY}", os.environ.get(API_KEY)
+    if key is None:
         return None
     if not key:
         raise UsageError(f"{where} is empty, expected a key. Give a key, or leave it out for a server without one.")

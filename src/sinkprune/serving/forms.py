@@ -16,9 +16,6 @@ from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, 
 from sinkprune.runtime.text.prompt import CALL_MARKS, PromptEncoder
 from sinkprune.runtime.text.tools import Tools
 
-_NO_MATCH = "NoExtensionBias"
-"""How llguidance's error starts where no text matches."""
-
 
 class Constraint(Tokens):
     """The tokens that keep an answer within a grammar.
@@ -66,8 +63,8 @@ class Constraint(Tokens):
     def _check(self) -> None:
         if not self._matcher.is_error():
             return
-        error = self._matcher.get_error()
-        if error.startswith(_NO_MATCH):
+        # How llguidance's error starts where no text matches.
+        if (error := self._matcher.get_error()).startswith("NoExtensionBias"):
             raise UsageError("no text has the form of the answer. Correct the regex, the schema or the tools.")
         raise UsageError(
             f"the form of the answer is too complex: {reason(error)}. Simplify the schema, the regex or the tools."
@@ -97,7 +94,8 @@ class Grammars:
         if schema is None and regex is None and tools is None:
             return Tokens(self._stop, min_tokens)
         library, tokenizer = load_llguidance(), self._tokenizer()
-        lead = self._lead(tokenizer)
+        # What the decoder takes from the start of an answer is no part of its text.
+        lead = " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
         if schema is not None:
             grammar = schema_grammar(schema, lead)
         elif regex is not None or tools is None:
@@ -110,10 +108,6 @@ class Grammars:
         constraint.allowed(tokenizer.vocab_size)
         return constraint
 
-    def _lead(self, tokenizer: Any) -> str:
-        """Return what the decoder takes from the start of an answer, which is no part of its text."""
-        return " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
-
     def _mark(self, text: str, tokenizer: Any) -> int | None:
         """Return the token that llguidance's `tokenizer` has for a mark of calls; None if the mark is plain text."""
         token: int | None = self._prompts.tokenizer.token_to_id(text)
@@ -123,9 +117,8 @@ class Grammars:
         with self._making:
             if self._made is None:
                 try:
-                    self._made = load_llguidance().LLTokenizer(
-                        self._prompts.tokenizer.to_str(), eos_token=list(self._stop)
-                    )
+                    text = self._prompts.tokenizer.to_str()
+                    self._made = load_llguidance().LLTokenizer(text, eos_token=list(self._stop))
                 except ValueError as error:
                     raise UsageError(
                         f"llguidance cannot use the model's tokenizer: {reason(str(error))}. Leave out schema, "

@@ -101,15 +101,11 @@ def data_uri_bytes(uri: str) -> bytes:
     strange = _NO_BASE64.search(packed)
     if strange is not None:
         found = format_json(packed[strange.start() :][:4].decode(errors="replace")[0])
-        raise wrong(
-            f"the data URI is no valid base64: character {strange.start() + 1} is {found}. Encode the file's bytes "
-            "again."
-        )
+        place = f"character {strange.start() + 1} is {found}"
+        raise wrong(f"the data URI is no valid base64: {place}. Encode the file's bytes again.")
     if not packed or len(packed) % 4 == 1:
-        raise wrong(
-            f"the data URI has {counted(len(packed), 'character')} of base64, which no file has: characters are "
-            "missing. Send the whole file."
-        )
+        count = f"{counted(len(packed), 'character')} of base64"
+        raise wrong(f"the data URI has {count}, which no file has: characters are missing. Send the whole file.")
     return base64.b64decode(packed + b"=" * (-len(packed) % 4))
 
 
@@ -137,8 +133,7 @@ async def _fetched(url: str) -> bytes:
         name += f":{port}" * (port != 443)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {"Host": name, "User-Agent": "sinkprune", "Accept": "image/*", "Connection": "close"}
-        connection = Parser(h11.CLIENT)
-        request = h11.Request(method="GET", target=path, headers=[*headers.items()])
+        connection, request = Parser(h11.CLIENT), h11.Request(method="GET", target=path, headers=[*headers.items()])
         writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
         data, interim = bytearray(), 0
         while not isinstance(event := connection.next_event(), h11.EndOfMessage):

@@ -52,6 +52,9 @@ def build(arguments: Mapping[str, Any]) -> Any:
     with needs_package("Ray Serve", install_command("ray")):
         from ray import serve
         from ray.serve.config import RequestRouterConfig
+    router = dict[str, Any]()
+    if options.sessions:
+        router["request_router_config"] = RequestRouterConfig(request_router_class=_BY_SESSION)
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="sinkprune",
@@ -60,11 +63,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
         max_ongoing_requests=options.max_queue,
         max_queued_requests=options.max_waiting,
         ray_actor_options={"num_cpus": options.threads},
-        **(
-            {"request_router_config": RequestRouterConfig(request_router_class=_BY_SESSION)}
-            if options.sessions
-            else {}
-        ),
+        **router,
     )
     return deployment.bind(options)
 
@@ -89,17 +88,15 @@ def _parse(arguments: Mapping[str, Any]) -> Options:
     parser.allow_abbrev = False
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     words = []
-    every = [
-        (name, one) for name, given in arguments.items() for one in (given if isinstance(given, list) else [given])
-    ]
-    for name, value in every:
-        option, text = f"--{name.replace('_', '-')}", str(value)
-        if name == "bundle":
-            words.append(text)
-        elif option not in flags or text.lower() not in ("true", "false"):
-            words.append(f"{option}={text}")
-        elif text.lower() == "true":
-            words.append(option)
+    for name, given in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        for text in map(str, given if isinstance(given, list) else [given]):
+            if name == "bundle":
+                words.append(text)
+            elif option not in flags or text.lower() not in ("true", "false"):
+                words.append(f"{option}={text}")
+            elif text.lower() == "true":
+                words.append(option)
     options = parser.parse(words, Options)
     # Where Ray's proxies listen, on this machine or on others, is set elsewhere.
     options.host = "0.0.0.0"

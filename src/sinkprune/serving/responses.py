@@ -1,4 +1,4 @@
-"""Responses of `/v1/chat/completions`: one object, or chunks of a stream (server-sent events)."""
+"""Responses of `/v1/chat/completions`: one object, or chunks of a stream (server-sent events). Tools have calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,8 +18,87 @@ from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.picture_warnings import notes_on, unseen_notes
 from sinkprune.runtime.overlay import token_map
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.text.answer_tokens import TokenBytes
-from sinkprune.serving.chat_tools import ToolAnswerReader, message_fields, part_delta
+from sinkprune.runtime.text.answer_tokens import StopStrings, TokenBytes
+from sinkprune.runtime.text.prompt import ARGUMENTS_BEFORE, BEGIN, CALL_AFTER, NAME_BEFORE
+
+
+class AnswerPart(NamedTuple):
+    """A part of an answer: content, the start of a call, or a part of its arguments."""
+
+    text: str
+    """Content, or JSON of a call's arguments; empty at the start of a call."""
+    call: int | None = None
+    """The number of the call, from 0; None for content."""
+    name: str = ""
+    """The function's name at the start of its call."""
+
+
+_CONTENT, _HEAD, _NAME = range(3)
+_UNTIL = ((BEGIN, f"\n{BEGIN}"), (NAME_BEFORE,), (ARGUMENTS_BEFORE,), (CALL_AFTER,))
+"""The texts that end each part: content, the head of a call, its name, and its arguments."""
+
+
+class ToolAnswerReader:
+    """Takes the text of an answer apart. The result does not depend on how the text is cut into pieces.
+
+    `Tools.grammar` describes the text. A line end before a call is no content, because templates write one there.
+    Arguments of a call that was cut off may be incomplete.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """The number of calls that have a name."""
+        self._kind, self._until, self._name = _CONTENT, StopStrings(_UNTIL[_CONTENT]), ""
+
+    def add(self, piece: str) -> list[AnswerPart]:
+        """Return what `piece` adds to the answer: nothing while a text between the parts is incomplete."""
+        parts: list[AnswerPart] = []
+        # StopStrings drops what follows a string in the same piece.
+        for character in piece:
+            text = self._until.add(character)
+            if self._kind == _NAME:
+                self._name += text
+            elif text and self._kind != _HEAD:
+                call = None if self._kind == _CONTENT else self.calls - 1
+                if parts and parts[-1].call == call and not parts[-1].name:
+                    text = parts.pop().text + text
+                parts.append(AnswerPart(text, call))
+            if self._until.found:
+                if self._kind == _NAME:
+                    parts.append(AnswerPart("", self.calls, self._name))
+                    self.calls, self._name = self.calls + 1, ""
+                self._kind = (self._kind + 1) % len(_UNTIL)
+                self._until = StopStrings(_UNTIL[self._kind])
+        return parts
+
+    def end(self) -> list[AnswerPart]:
+        """Return the content that was held back. No text follows, and no content follows a call."""
+        text = self._until.end()
+        return [AnswerPart(text)] if text and self._kind == _CONTENT and not self.calls else []
+
+
+def _part_delta(part: AnswerPart) -> dict[str, Any]:
+    if part.call is None:
+        return {"content": part.text}
+    if part.name:
+        return {"tool_calls": [{"index": part.call, **_call(part.name)}]}
+    return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+
+def _message_fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    """Return the fields of a message with the `parts` of an answer."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.name:
+            calls.append(_call(part.name))
+        elif part.call is not None:
+            calls[part.call]["function"]["arguments"] += part.text
+    content = "".join(part.text for part in parts if part.call is None)
+    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 class FileNotes(Observer):
@@ -88,7 +167,7 @@ class Completion:
         """Return the response with the whole answer."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         if self.reader is not None:
-            message |= message_fields([*self.reader.add(answer.text), *self.reader.end()])
+            message |= _message_fields([*self.reader.add(answer.text), *self.reader.end()])
         choice = {"index": 0, "message": message, "finish_reason": self._finish(answer)}
         return {
             **self._head("chat.completion"),
@@ -103,7 +182,7 @@ class Completion:
         """Return the chunks for a piece of the answer's text; none if it adds nothing."""
         deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         if self.reader is not None:
-            deltas = [part_delta(part) for part in self.reader.add(text)]
+            deltas = [_part_delta(part) for part in self.reader.add(text)]
         if not deltas and (first or logprobs):
             deltas = [{"content": "" if self.reader is None else None} if first else {}]
         if first:
@@ -115,7 +194,7 @@ class Completion:
         """Return the chunk that ends the answer."""
         delta: dict[str, Any] = {}
         for part in [] if self.reader is None else self.reader.end():
-            delta |= part_delta(part)
+            delta |= _part_delta(part)
         return {**self._chunk(delta, None, self._finish(answer)), "sinkprune": self.details(answer)}
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
 from sinkprune.runtime.system import trim_heap
-from sinkprune.serving.body_fields import RETRY_S, ApiError, shutting_down
+from sinkprune.serving.body_fields import ApiError, shutting_down
 
 _PREPARED = 2
 """The most requests that are being prepared, or are prepared and hold pictures; one more of a higher priority."""
@@ -62,7 +62,6 @@ class Job:
     """The names of the fields in the client's body."""
     cancelled: bool = False
     """Set when the client has gone away: no further token is generated."""
-    number: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     pixels: int = field(init=False)
     """The most pixels that are held while the request is prepared, as far as its pictures' headers show."""
@@ -93,10 +92,10 @@ class Scheduler:
     def __init__(self, answering: Answering, *, most_jobs: int, most_active: int) -> None:
         """Start the model's thread. At most `most_jobs` wait or run; `most_active` of them run, with KV caches."""
         self._answering, self._most_jobs, self._most_active = answering, most_jobs, most_active
+        # In the order of their arrival, which decides between jobs of one priority and deadline.
         self._jobs: list[Job] = []
         self._changed = Condition()
-        self._ends = False
-        self._numbers, self._last_start = count(1), 0
+        self._ends, self._last_start = False, 0
         self._thread = Thread(target=self._run, name="sinkprune answers", daemon=True)
         # Started here, because a machine without free memory starts no thread later.
         for thread in (self._thread, *(Thread(target=self._prepare_all, daemon=True) for _ in range(_PREPARED + 1))):
@@ -108,12 +107,7 @@ class Scheduler:
             if self._ends:
                 raise shutting_down()
             if len(self._jobs) >= self._most_jobs:
-                raise ApiError(
-                    f"{self._most_jobs} requests wait or run already. Try again later.",
-                    status=429,
-                    retry_after=RETRY_S,
-                )
-            job.number = next(self._numbers)
+                raise ApiError(f"{self._most_jobs} requests wait or run already. Try again later.", status=429)
             self._jobs.append(job)
             self._changed.notify_all()
 
@@ -256,8 +250,8 @@ class Scheduler:
         job.on_end(outcome)
 
 
-def _order(job: Job) -> tuple[int, float, int]:
-    return -job.priority, job.due, job.number
+def _order(job: Job) -> tuple[int, float]:
+    return -job.priority, job.due
 
 
 def _pixels(picture: PictureLike) -> int:

@@ -47,7 +47,7 @@ _MOST_COMPARED = 1 << 24
 """The most pixels of a picture that is compared. Pixels of larger ones would displace what is worth more."""
 
 
-def picture_parts(picture: Picture) -> Iterator[bytes]:
+def _picture_parts(picture: Picture) -> Iterator[bytes]:
     """Yield what a model sees of a picture: its size, the times of a clip's frames, and the pixels of each."""
     frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
     yield repr((picture.size, getattr(picture, "seconds", None), [frame.size for frame in frames])).encode()
@@ -59,8 +59,7 @@ def picture_parts(picture: Picture) -> Iterator[bytes]:
             yield from (strip.tobytes() for _, strip in strips(frame))
 
 
-def digest_of(parts: Iterable[bytes]) -> bytes:
-    """Return the digest of what `picture_parts` yields."""
+def _digest_of(parts: Iterable[bytes]) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -83,32 +82,6 @@ class PrefixKey(NamedTuple):
     question: tuple[int, ...]
     """The token ids of the question, if the sanitizer reads it."""
 
-    @classmethod
-    def of(
-        cls,
-        manifest: Manifest,
-        plan: Plan | None,
-        digests: Sequence[bytes],
-        texts: Sequence[Sequence[int]],
-        question: Sequence[int] = (),
-    ) -> PrefixKey:
-        """Return the key of a prompt with these pictures and `texts`, with a plan of the bundle.
-
-        `question` is what its sanitizer reads.
-        """
-        before = segments_before_select(manifest.segments, plan)
-        sanitizer = None
-        if plan is not None and plan.sanitizer is not None:
-            sanitizer = manifest.files[manifest.graphs[plan.sanitizer].file].sha256
-        shown = (*map(tuple, texts[:-1]),)
-        return cls((*digests,), shown, sanitizer, plan is not None, before, (*question,))
-
-
-def segments_before_select(segments: Sequence[range], plan: Plan | None) -> int:
-    """Return how many decoder `segments` (the layers of each) run before the first select of `plan`; all without."""
-    cut = [number for number, layers in enumerate(segments, 1) if plan and str(layers[-1]) in plan.select_after]
-    return cut[0] if cut else len(segments)
-
 
 class LeadKey(NamedTuple):
     """What the rows of a text before the first picture depend on."""
@@ -117,15 +90,6 @@ class LeadKey(NamedTuple):
     """Its token ids; none where its rows are not worth storing."""
     selects: tuple[int, ...]
     """The decoder segments that a select follows."""
-
-    @classmethod
-    def of(cls, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]]) -> LeadKey:
-        """Return the key of a prompt with these `texts`; without pictures, there is no text before them."""
-        model, segments = manifest.language_model, manifest.segments
-        selects = [number for number, layers in enumerate(segments) if plan and str(layers[-1]) in plan.select_after]
-        text = tuple(texts[0]) if len(texts) > 1 else ()
-        worth = prefill_flops(model, [len(text)] * model.num_layers) >= WORTH_FLOPS
-        return cls(text if worth else (), tuple(selects))
 
 
 @dataclass(frozen=True)
@@ -143,17 +107,10 @@ class Prefix:
     scored: Mapping[str, Array]
     """The last segment's `SCORED` outputs, on the host; empty where no select follows."""
 
-    def stored(self, rows: int) -> list[StoredRows]:
-        """Return the first `rows` rows of each segment."""
-        last = len(self.saved) - 1
-        return [
-            StoredRows(rows, saved, self.scored if number == last else {}) for number, saved in enumerate(self.saved)
-        ]
-
     def same(self, text: Sequence[int]) -> int:
         """Return how many first ids `text` has in common with the prefix's.
 
-        Without a select, its last id does not count: the hidden row of the prompt's last row is not stored.
+        Without a select, its last id does not count: the prompt's last row runs again, because its logits are needed.
         """
         most = min(len(self.text), len(text) if self.scored else len(text) - 1)
         return next((number for number in range(most) if self.text[number] != text[number]), most)
@@ -166,7 +123,7 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._most, self._bytes = max_bytes, 0
+        self._most, self._bytes, self.stores_any = max_bytes, 0, max_bytes > 0
         self._stored: OrderedDict[bytes | PrefixKey | LeadKey, tuple[Any, int]] = OrderedDict()
         self._lock = Lock()
 
@@ -182,32 +139,17 @@ class PrefixCache:
         """
         frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
         if sum(prod(frame.size) for frame in frames) > _MOST_COMPARED:
-            digest = digest_of(picture_parts(picture))
+            digest = _digest_of(_picture_parts(picture))
         else:
             # The next question is mostly about the same pictures, and to compare them is faster than a digest.
-            content = (*picture_parts(picture),)
+            content = (*_picture_parts(picture),)
             last: tuple[tuple[bytes, ...], bytes] | None = self.get(_LAST % place)
             if last is None or last[0] != content:
-                last = content, digest_of(content)
+                last = content, _digest_of(content)
                 self.put(_LAST % place, last, sum(map(len, content)))
             digest = last[1]
         seen = (plan.picture_share, plan.tower) if plan is not None else (None, None)
         return digest if seen == (None, None) else digest + repr(seen).encode()
-
-    def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
-        """Return a stored prompt and how many rows a prompt shares with it, or None.
-
-        `text` are the prompt's ids after the last picture. All rows may be shared where a select follows. Otherwise
-        the last row is not, because its logits are needed.
-        """
-        found: Prefix | None = self.get(key)
-        if found is None or not text:
-            return None
-        return found, found.length + found.same(text)
-
-    def stores_lead(self, key: LeadKey) -> bool:
-        """Return whether this text is worth storing: there is one, and it is not stored."""
-        return self._most > 0 and bool(key.text) and not self.get(key)
 
     def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
         """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
@@ -217,7 +159,7 @@ class PrefixCache:
         """
         found: Prefix | None = self.get(key)
         if found is None:
-            return self._most > 0
+            return self.stores_any
         same = found.same(text)
         return same < len(text) - 1 and 2 * same >= len(found.text)
 
@@ -273,14 +215,25 @@ class SessionRows(Rows):
     def restore(
         self, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]], question: Sequence[int]
     ) -> Restored:
-        self._key = PrefixKey.of(manifest, plan, self._digests, texts, question)
-        self._lead_key = LeadKey.of(manifest, plan, texts)
-        stored, self._new_lead = [*(self._cache.get(self._lead_key) or ())], self._cache.stores_lead(self._lead_key)
-        shared = self._cache.shared(self._key, texts[-1])
-        if shared is None:
+        model, segments, sanitizer = manifest.language_model, manifest.segments, None
+        cut = [number for number, layers in enumerate(segments) if plan and str(layers[-1]) in plan.select_after]
+        if plan is not None and plan.sanitizer is not None:
+            sanitizer = manifest.files[manifest.graphs[plan.sanitizer].file].sha256
+        shown, before = (*map(tuple, texts[:-1]),), cut[0] + 1 if cut else len(segments)
+        self._key = PrefixKey((*self._digests,), shown, sanitizer, plan is not None, before, (*question,))
+        lead = shown[0] if shown else ()
+        worth = prefill_flops(model, [len(lead)] * model.num_layers) >= WORTH_FLOPS
+        self._lead_key = LeadKey(lead if worth else (), (*cut,))
+        stored = [*(self._cache.get(self._lead_key) or ())]
+        self._new_lead = self._cache.stores_any and bool(self._lead_key.text) and not stored
+        prefix: Prefix | None = self._cache.get(self._key)
+        if prefix is None or not texts[-1]:
             return Restored(None, stored)
-        prefix, rows = shared
-        stored[: len(prefix.saved)] = prefix.stored(rows)
+        rows, last = prefix.length + prefix.same(texts[-1]), len(prefix.saved) - 1
+        stored[: last + 1] = [
+            StoredRows(rows, saved, prefix.scored if number == last else {})
+            for number, saved in enumerate(prefix.saved)
+        ]
         return Restored(prefix.encoded, stored)
 
     def keep(self, chain: Chain, run: PromptRun) -> None:
@@ -291,7 +244,7 @@ class SessionRows(Rows):
 
     def _keep_prefix(self, chain: Chain, run: PromptRun) -> None:
         result, text, length = run.prefilled, run.prompt.texts[-1], run.rows.length
-        segments = segments_before_select(chain.segments, result.schedule.plan)
+        segments = self._key.segments
         pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
         saved = tuple(decoder.save(cache, length) for decoder, cache in pairs)
         read = next(iter(result.scored.values()), {})

@@ -131,14 +131,7 @@ def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("table", "close"),
-        ("close", "table"),
-        (CLOSE, TABLE),
-        ("table", "-close"),
-        ("-table", CLOSE),
-    ],
+    "names", [("table", "close"), ("close", "table"), (CLOSE, TABLE), ("table", "-close"), ("-table", CLOSE)]
 )
 def test_cameras_are_matched_by_name(
     names: tuple[str, ...], make: Make, engines: Policy, batches: list[dict[str, Any]]
@@ -276,11 +269,7 @@ def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (
-            lambda b: without(b, CLOSE),
-            UsageError,
-            f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map",
-        ),
+        (lambda b: without(b, CLOSE), UsageError, f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map"),
         (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
         (lambda b: {**b, "observation.state": torch.zeros(2, 2)}, UsageError, "1 instruction as 'task' for 2 obs"),
         (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),

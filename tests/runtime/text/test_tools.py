@@ -18,8 +18,8 @@ from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, call_text
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
-from sinkprune.serving.chat_tools import AnswerPart, ToolAnswerReader
 from sinkprune.serving.forms import Grammars
+from sinkprune.serving.responses import AnswerPart, ToolAnswerReader
 from support.models.qwen_checkpoints import IMAGE_TOKEN, qwen_tokenizer
 from support.references.answer_encoders import STOP, answer_encoder
 

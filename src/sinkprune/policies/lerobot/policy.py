@@ -82,17 +82,10 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
                     f"camera '{name}' has the size {format_value(size)}, expected [height, width] in pixels, or [] "
                     "for a camera without a frame."
                 )
-        others = {
-            name: feature
-            for name, feature in (self.input_features or {}).items()
-            if feature.type is not FeatureType.VISUAL
-        }
-        frames = {
-            camera_key(name): PolicyFeature(FeatureType.VISUAL, (3, *size))
-            for name, size in self.cameras.items()
-            if size
-        }
-        self.input_features = {**frames, **others}
+        sizes = {camera_key(name): (3, *size) for name, size in self.cameras.items() if size}
+        frames = {key: PolicyFeature(FeatureType.VISUAL, size) for key, size in sizes.items()}
+        given = (self.input_features or {}).items()
+        self.input_features = frames | {name: one for name, one in given if one.type is not FeatureType.VISUAL}
 
     observation_delta_indices = action_delta_indices = reward_delta_indices = None
     """The policy reads the last observation, and is not trained."""
@@ -200,6 +193,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         Raises `UsageError` for missing keys and other shapes, `ImageError` for frames, and what `Policy.act` raises.
         """
         states, config = _get(batch, STATE), self.config
+        names = ("method", "budget", "steps", "min_steps", "deadline_ms")
         if states.ndim != 2:
             raise UsageError(f"'{STATE}' has the shape {list(states.shape)}, expected [batch,width].")
         tasks = _tasks(batch, len(states))
@@ -209,11 +203,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
                 self._frames(batch, row),
                 tasks[row],
                 _numbers(states[row]),
-                method=config.method,
-                budget=config.budget,
-                steps=config.steps,
-                min_steps=config.min_steps,
-                deadline_ms=config.deadline_ms,
+                **{name: getattr(config, name) for name in names},
                 seed=config.seed if noise is None else None,
                 noise=None if noise is None else _numbers(noise[row]),
                 held=held[row],
@@ -297,10 +287,7 @@ def make_sinkprune_pre_post_processors(
 
 
 def _cameras(config: SinkpruneConfig, manifest: Manifest) -> list[tuple[str, list[int] | None]]:
-    """Return LeRobot's key of each camera and the size of its frames, in the order of the policy's training.
-
-    Raises `UsageError` for cameras that are not the bundle's.
-    """
+    """Return LeRobot's key of each camera and the size of its frames, in the order of the policy's training."""
     given, names = config.cameras, manifest.acting.cameras
     if names:
         return [*zip(map(camera_key, names), in_trained_order(manifest.acting, given), strict=True)]

@@ -1,0 +1,366 @@
+"""OpenVLA, OpenVLA-OFT and pi0.5 in programs: what `act` rejects, engines with the gate, deadlines, commands."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+from sinkprune import Policy, PolicyLoop
+from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import CheckpointError, NumericsError, PromptError, UnusualStateWarning, UsageError
+from sinkprune.contract.flops import expert_flops, layer_flops, policy_flops
+from sinkprune.contract.manifest import NumberRanges
+from sinkprune.engines.profiles import resolve_limits
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.checkpoint.presets import PRESETS, small_text
+from sinkprune.export.families import read_family
+from sinkprune.export.source import ExportRequest, open_source
+from sinkprune.policies.observation import observed
+from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
+from support.models.manifests import file_of
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow
+from support.references.pi05 import state_text
+from support.references.reference import one_stage
+from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
+
+Checkpoints = Callable[[str], Path]
+
+INSTRUCTION, BUDGETS = "pick up the red cup", ("prune-77.8",)
+STATE = [0.4, -1.2, 0.7, 0.1, -0.9]
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Checkpoints:
+    """A small policy of two cameras, or of one."""
+    return lambda name: bundle(name, budgets=BUDGETS, max_images=1 if name == "openvla" else 2)
+
+
+@pytest.fixture(scope="module")
+def oft(source: Checkpoints) -> Policy:
+    """A policy of two cameras with a state."""
+    return Policy.load(source("openvla-oft"))
+
+
+@pytest.fixture
+def frames(photo: Image.Image) -> list[Image.Image]:
+    return [photo, photo.rotate(90)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 4}, "steps is given, and this policy denoises nothing"),
+        ({"noise": np.zeros((8, 7))}, "noise is given"),
+        ({"held": np.zeros((1, 7))}, "held is given"),
+        ({"state": ()}, r"no state was given, expected 8 numbers .* Add it \(--state\)"),
+        ({"deadline_ms": 1e4, "min_steps": 2}, "min_steps is 2 and steps 1"),
+    ],
+)
+def test_what_denoising_alone_can_do_is_rejected(
+    given: dict[str, Any], said: str, oft: Policy, frames: list[Image.Image]
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        oft.act(frames, INSTRUCTION, **{"state": oft.facts.usual_state, **given})
+
+
+def test_a_loop_cannot_continue_a_chunk_by_denoising(oft: Policy) -> None:
+    with pytest.raises(UsageError, match=r"join is 'inpaint', .* this policy has none"):
+        PolicyLoop(oft, lambda: None, lambda action: None, "go", rate_hz=5, join="inpaint")  # type: ignore[arg-type,return-value]
+
+
+def test_rows_of_actions_are_those_of_openvla_oft(source: Checkpoints, tmp_path: Path) -> None:
+    made = run(
+        *("sinkprune-export", "openvla-7b", "--random-weights", "-o", tmp_path / "x"),
+        *("--budgets", "prune-80+action-rows"),
+    )
+    assert_refused(made, "option 'action-rows' is for policies whose rows become actions")
+
+
+def test_a_chunk_repeats_with_any_seed(oft: Policy, frames: list[Image.Image]) -> None:
+    chunks = [oft.act(frames, INSTRUCTION, oft.facts.usual_state, seed=seed).actions for seed in (None, 1, 2)]
+    assert (chunks[0] == chunks[1]).all() and (chunks[0] == chunks[2]).all()
+
+
+def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: list[Image.Image]) -> None:
+    facts, manifest = oft.facts, oft.bundle.manifest
+    assert facts.state_range is not None
+    low, high = (np.array(end) for end in (facts.state_range.low, facts.state_range.high))
+    for place, expected in ((0.5, 0.0), (0.75, 0.5), (-0.1, -1.0), (1.3, 1.0)):
+        state = low + place * (high - low)
+        found = observed(manifest, list(frames), INSTRUCTION, state).state
+        np.testing.assert_allclose(found[0, 0], expected, atol=1e-5)
+    # A joint that never moved in the training.
+    still = replace(manifest, policy=replace(facts, state_range=NumberRanges((*low,), (*low,))))
+    found = observed(still, list(frames), INSTRUCTION, low).state
+    np.testing.assert_array_equal(found[0, 0], -1)
+    # What is far outside is noted before it is clipped.
+    with pytest.warns(UnusualStateWarning, match="at place 3"):
+        oft.act(frames, INSTRUCTION, low + np.eye(8)[2] * 99)
+
+
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_every_shape_lies_in_an_optimisation_profile(
+    name: str, source: Checkpoints, frames: list[Image.Image]
+) -> None:
+    opened = read_bundle(source(name))
+    policy, seen = Policy.load(opened), frames[: opened.manifest.max_images]
+    most = policy.act(seen, INSTRUCTION, policy.facts.usual_state).prompt_tokens
+    limits, tighter = (
+        resolve_limits(opened.manifest, prompt_tokens=tokens, new_tokens=None, images=None)
+        for tokens in (most, most - 1)
+    )
+    assert limits.new_tokens == policy.facts.new_tokens == (0 if "oft" in name else 7)
+    assert not policy_shapes_outside_optimisation_profiles(opened, limits, [(seen, INSTRUCTION)])
+    outside = policy_shapes_outside_optimisation_profiles(opened, tighter, [(seen, INSTRUCTION)])
+    assert {graph for graph, _ in outside} >= {"decoder_0"}
+    # Short instructions have room by default, with the rows that are no text.
+    usual = resolve_limits(opened.manifest, prompt_tokens=None, new_tokens=None, images=None)
+    assert usual.prompt_tokens == 64 + (58 if "oft" in name else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((name, "onnxruntime") for name in ("openvla-oft", "openvla", "pi0.5")), slow(("pi0.5", "openvino"))],
+)
+def test_engines_pass_the_gate_and_act_as_the_graphs(
+    name: str, target: str, source: Checkpoints, frames: list[Image.Image], photo_file: Path, tmp_path: Path
+) -> None:
+    engines, bundle = tmp_path / "engines", source(name)
+    most = 80 if name == "pi0.5" else 160
+    built = run("sinkprune-build", bundle, "-o", engines, "--target", target, "--max-prompt", most)
+    assert built.code == 0, built.stderr
+    checked = run("sinkprune-check", bundle, engines, "--image", photo_file, "--prompt", INSTRUCTION)
+    assert checked.code == 0, checked.stdout + checked.stderr
+    assert f"passed: {len(read_bundle(bundle).manifest.graphs)} engines, 2 chunks of actions" in checked.stdout
+    policies = Policy.load(engines, compute="fp32" if target == "openvino" else None), Policy.load(bundle)
+    seen = frames[: policies[0].bundle.manifest.max_images]
+    state = STATE if name == "pi0.5" else policies[0].facts.usual_state
+    for budget in ("none", *BUDGETS):
+        chunks = [each.act(seen, INSTRUCTION, state, budget=budget, seed=1).actions for each in policies]
+        assert abs(chunks[0] - chunks[1]).max() < (1e-3 if name == "pi0.5" else 1e-4)
+    if name == "pi0.5":
+        with pytest.raises(PromptError, match=r"more than the 80 the engines were built for"):
+            policies[0].act(seen, INSTRUCTION * 3, state)
+
+
+@pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
+def test_a_deadline_chooses_a_budget(name: str, source: Checkpoints, frames: list[Image.Image]) -> None:
+    policy = Policy.load(source(name))
+    seen, state = frames[: policy.bundle.manifest.max_images], policy.facts.usual_state
+    policy.warm_up(seen, INSTRUCTION, state, seconds=0)
+    for deadline, budget in ((6e4, "none"), (1, BUDGETS[0])):
+        chunk = policy.act(seen, INSTRUCTION, state, deadline_ms=deadline)
+        assert chunk.deadline is not None
+        assert (chunk.steps, chunk.deadline.steps, chunk.deadline.met) == (1, 1, budget == "none")
+    assert chunk.budget in ("none", BUDGETS[0])
+
+
+def test_commands_act_and_profile(source: Checkpoints, photo_file: Path, tmp_path: Path) -> None:
+    cameras = ("--camera", photo_file, "--camera", photo_file, "--instruction", INSTRUCTION)
+    refused = run("sinkprune-act", source("openvla-oft"), *cameras)
+    assert_refused(refused, "no state was given, expected 8 numbers")
+    out = tmp_path / "act.json"
+    done = run("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json", out)
+    assert done.code == 0, done.stderr
+    (chunk,) = json.loads(out.read_text())["chunks"]
+    assert (len(chunk["actions"]), chunk["steps"]) == (8, 1)
+    options = ("--repeat", 1, "--warmup", 0, "--json", tmp_path / "profile.json")
+    one = ("--camera", photo_file, "--prompt", INSTRUCTION)
+    assert_refused(run("sinkprune-profile", source("openvla"), *one, "--steps", "2", *options), "steps is given")
+    done = run("sinkprune-profile", source("openvla"), *one, *options)
+    assert done.code == 0, done.stderr
+    report = json.loads((tmp_path / "profile.json").read_text())
+    assert re.search(r"1\s+step|1 step|denoising", done.stdout) and set(report["budgets"]) == {"none", *BUDGETS}
+
+
+def test_an_action_that_ends_early_is_an_error(source: Checkpoints, photo: Image.Image) -> None:
+    """The original decodes tokens of the prompt as numbers then."""
+    policy, calls = Policy.load(source("openvla")), list[int]()
+    head = policy._model.chain.last
+
+    def ends(inputs: Any) -> Any:
+        logits = np.array(policy.backend.numpy(head(inputs)["logits"]))
+        calls.append(int(logits.argmax()))
+        if len(calls) == 3:
+            logits[0, 2] = logits.max() + 1
+        return {"logits": policy.backend.tensor(logits)}
+
+    policy._model.chain.last = ends
+    with pytest.raises(NumericsError, match="ended its answer after 2 of 7 tokens"):
+        policy.act([photo], INSTRUCTION)
+
+
+def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) -> None:
+    manifest, report = oft.bundle.manifest, oft.act(frames, INSTRUCTION, oft.facts.usual_state, budget=BUDGETS[0])
+    rows = [report.prompt_tokens + count for count in report.tokens_per_layer]
+    # 8 actions of 7 rows: a layer of 7 widths, two of one, and one to 7 numbers. The state: 8 numbers to a row.
+    head = 2 * (8 * (7 * 64 * 64 + 2 * 64 * 64 + 64 * 7) + 8 * 64 + 64 * 64)
+    assert policy_flops(manifest, rows) == (sum(layer_flops(manifest.language_model, one) for one in rows), head)
+    assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
+
+
+def test_flops_of_pi05_are_those_of_the_matrices(source: Checkpoints) -> None:
+    """A chunk's rows through all matrices of a step: what the time conditions has a graph of its own."""
+    opened = read_bundle(source("pi0.5"))
+    facts = opened.manifest.policy
+    assert facts is not None
+    rows, cached = facts.chunk, [100, 70, *[30] * 6]
+    expected = 0
+    for weight in onnx.load(file_of(opened, "expert"), load_external_data=False).graph.initializer:
+        assert ".dense" not in weight.name and "time_mlp" not in weight.name
+        if len(weight.dims) == 2:
+            expected += 2 * rows * weight.dims[0] * weight.dims[1]
+    # Scores and mixed values, of heads of 16.
+    expected += sum(2 * 2 * rows * (rows + count) * facts.expert.num_heads * 16 for count in cached)
+    assert expert_flops(facts, cached) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"precision": "fp16", "dialect": "opset20"}, 0.1), ({"weights": "int4"}, 2.0)]
+)
+def test_every_form_of_weights_acts(
+    options: dict[str, Any], most: float, oft: Policy, bundle: Callable[..., Path], frames: list[Image.Image]
+) -> None:
+    """Rounding moves the chunk of random weights, and turns it into no other."""
+    other = Policy.load(bundle("openvla-oft", budgets=BUDGETS, max_images=2, **options))
+    exact, found = (each.act(frames, INSTRUCTION, oft.facts.usual_state).actions for each in (oft, other))
+    assert (
+        0 < abs(exact - found).mean() < most * abs(exact).mean() / 2
+        and np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.7
+    )
+
+
+def test_lerobots_form_gives_the_same_chunks(
+    checkpoint: Checkpoints, source: Checkpoints, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames have the tower's size, which neither form resizes, and statistics are quantiles."""
+    original = checkpoint("pi0.5")
+    use_small_sizes(monkeypatch, original, "pi05")
+    settings = json.loads((original / "processor_config.json").read_text())
+    statistics = {
+        key: {
+            name: np.array(settings[f"{own}_{which}"], np.float32)
+            for name, which in (("q01", "low"), ("q99", "high"))
+        }
+        for key, own in (("observation.state", "state"), ("action", "actions"))
+    }
+    modes = ("QUANTILES", "QUANTILES")
+    folder = write_lerobot_checkpoint(
+        original, tmp_path / "lerobot", statistics, modes=modes, kind="pi05", empty_cameras=0
+    )
+    export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / "bundle")
+    lerobot, other = Policy.load(tmp_path / "bundle"), Policy.load(source("pi0.5"))
+    assert lerobot.bundle.manifest.family == "pi0.5" and lerobot.facts.most_prompt_tokens == 200
+    assert (
+        resolve_limits(lerobot.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None).prompt_tokens == 200
+    )
+    ranges = zip(vars_of(lerobot), vars_of(other), strict=True)
+    assert all(own == pytest.approx(theirs) for own, theirs in ranges)
+    frames = [photo.resize((112, 112)), photo.crop((30, 40, 142, 152))]
+    chunks = [one.act(frames, INSTRUCTION, STATE, seed=1, budget=BUDGETS[0]) for one in (lerobot, other)]
+    np.testing.assert_allclose(chunks[0].actions, chunks[1].actions, atol=1e-6)
+    # The small tokenizer has one token for each byte of this text, and BOS.
+    text = state_text("a" * 170, [0.0] * 5)
+    with pytest.raises(
+        PromptError, match=f"{len(text) + 1} text tokens .* more than the 200 of the policy's training"
+    ):
+        lerobot.act(frames, "a" * 170, [(low + high) / 2 for low, high in zip(*vars_of(lerobot), strict=True)])
+
+
+def vars_of(policy: Policy) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    ranges = policy.facts.state_range
+    assert ranges is not None
+    return ranges.low, ranges.high
+
+
+def test_weights_of_pi0_are_rejected(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of pi0.5 by pi0: the tensors that differ are named."""
+    for name, kind, tensor in (("pi0", "pi05", "time_mlp_in"), ("pi0.5", "pi0", "action_time_mlp_in")):
+        use_small_sizes(monkeypatch, checkpoint(name), kind)
+        folder = write_lerobot_checkpoint(checkpoint(name), tmp_path / kind, {}, kind=kind)
+        with pytest.raises(CheckpointError, match=rf"holds no tensor '.*({tensor})"):
+            export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / f"{kind}-bundle")
+        assert open_source(ExportRequest(str(folder))).max_images == 3
+
+
+PRESET_BUDGETS = tuple(FAMILIES["pi0"].budgets)
+TOKENS, CAMERAS, LAYERS = 256, 3, 18
+
+
+def narrow(config: Any) -> Any:
+    """A preset's configuration with small matrices, three tower blocks and few words."""
+    config = copy.deepcopy(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48}
+    vlm = config["vlm_config"]
+    vlm |= {"projection_dim": 32, "image_token_id": 400}
+    vlm["text_config"] |= {**heads, "hidden_size": 32, "vocab_size": 400}
+    vlm["vision_config"] |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "projection_dim": 32,
+    }
+    config["dit_config"] |= {**heads, "hidden_size": 16}
+    return config
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """The narrow preset, exported with random weights for three cameras."""
+    folder = tmp_path_factory.mktemp("preset")
+    (folder / "config.json").write_text(json.dumps(narrow(PRESETS["pi0"])))
+    done = run("sinkprune-export", folder, "--random-weights", "--max-images", CAMERAS, "-o", folder / "policy")
+    assert done.code == 0, done.stderr
+    return Policy.load(folder / "policy")
+
+
+@pytest.mark.parametrize("budget", ["none", *PRESET_BUDGETS])
+def test_a_preset_acts(budget: str, preset: Policy, photo: Image.Image) -> None:
+    cameras = [photo, photo.rotate(90), photo.crop((0, 0, 90, 50))]
+    report = preset.act(cameras, "pick up the cup", [0.1] * 32, budget=budget, seed=0)
+    assert report.actions.shape == (50, 32) and np.isfinite(report.actions).all()
+    assert (report.visual_tokens, report.steps) == (CAMERAS * TOKENS, 10)
+    # A quota for each camera: what one camera's tokens become, three times (docs/policies.md).
+    stages, cut = [TOKENS] * 2, LAYERS
+    if budget != "none":
+        shares = FAMILIES["pi0"].budgets[budget]
+        ((cut, left),) = one_stage(shares, TOKENS, LAYERS).items()
+        stages = [shares.resolve(TOKENS).kept, left]
+    expected = [stages[layer > cut] for layer in range(LAYERS)]
+    assert report.tokens_per_layer == [CAMERAS * count for count in expected]
+    for kept in report.images:
+        assert kept.index.size == stages[0]
+        assert [rows.size for rows in kept.after_stage.values()] == (stages[1:] if budget != "none" else [])
+
+
+@pytest.mark.parametrize("image", [400, 399])
+def test_the_tokenizer_of_random_weights_has_the_image_token(image: int) -> None:
+    """As the token after the vocabulary, and inside it."""
+    config = narrow(PRESETS["pi0"])
+    config["vlm_config"]["image_token_id"] = image
+    family = read_family("narrow", config)
+    made = json.loads(small_text(400, family.special_tokens, family.chat_template).tokenizer_json)
+    added = {token["id"]: token["content"] for token in made["added_tokens"]}
+    assert added == {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", image: "<image>"}
+
+
+def test_an_image_token_in_the_place_of_another_is_refused() -> None:
+    config = narrow(PRESETS["pi0"])
+    config["vlm_config"]["image_token_id"] = 2
+    with pytest.raises(CheckpointError, match="expected 5 different ones below 400"):
+        read_family("narrow", config).special_tokens  # noqa: B018
