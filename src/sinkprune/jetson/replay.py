@@ -382,17 +382,14 @@ def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> ReplayRepo
     manifest = answering.pipeline.bundle.manifest
     report = ReplayReport(
         **_summarised(journal.results(), chooser.counts),
+        **{name: getattr(options, name) for name in ("topic", "prompt", "method", "budget")},
         bag=str(options.bag),
-        topic=options.topic,
         type=type_name,
-        prompt=options.prompt,
         output=str(options.output),
         model=model_name(manifest.checkpoint.source),
         bundle_sha256=answering.pipeline.bundle.sha256,
         backend=answering.pipeline.backend.name,
         precision=manifest.precision,
-        method=options.method,
-        budget=options.budget,
         damage=bag.damage,
         resumed=resumed,
         seconds=time.monotonic() - began,

@@ -1,6 +1,6 @@
 """The builders of TensorRT-RTX, which builds without a GPU, and of full TensorRT, as far as it runs without a GPU.
 
-TensorRT-RTX with another version has the place of full TensorRT, and `FakeGpu` that of a GPU.
+TensorRT-RTX with another version has the place of full TensorRT, and a stand-in that of a GPU.
 """
 
 from __future__ import annotations
@@ -155,18 +155,6 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
 Libraries = Callable[..., TensorRT]
 
 
-class FakeGpu:
-    """A GPU with 7 GB free; nothing runs on it."""
-
-    name = "Fake RTX"
-
-    def __init__(self, compute_capability: int) -> None:
-        self.compute_capability = compute_capability
-
-    def memory(self) -> tuple[int, int]:
-        return 7_000_000_000, 8_000_000_000
-
-
 class FakeConfig:
     """A builder's configuration with bytes as timing caches; `b"foreign"` is of another GPU."""
 
@@ -193,7 +181,11 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libraries:
     def get(version: str = "10.16.2", compute_capability: int = 86) -> TensorRT:
         trt = SimpleNamespace(**{**vars(tensorrt_rtx), "__version__": version})
         monkeypatch.setattr(tensorrt_libraries, "import_tensorrt", lambda name: trt)
-        monkeypatch.setattr(tensorrt_libraries, "open_device", lambda: FakeGpu(compute_capability))
+        # A GPU with 7 GB free; nothing runs on it.
+        gpu = SimpleNamespace(
+            name="Fake RTX", compute_capability=compute_capability, memory=lambda: (7_000_000_000, 8_000_000_000)
+        )
+        monkeypatch.setattr(tensorrt_libraries, "open_device", lambda: gpu)
         return TensorRT(tmp_path / "engines.timing-cache")
 
     return get
