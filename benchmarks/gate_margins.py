@@ -52,7 +52,7 @@ def reports(checkpoint: str, form: str, image: Path, folder: Path) -> Iterator[G
         for compute in computes:
             built = open_engines(folder / target, bundle)
             backend = load_backend(backend_of(target), None, built, compute)
-            yield check_engines(built, engines_alone(folder / target), backend, question, recording)
+            yield check_engines(built, engines_alone(folder / target), backend, recording)
 
 
 @entry_point

@@ -1,4 +1,7 @@
-"""`sinkprune-build`: its engines, its summary, and its refusals, which leave nothing behind."""
+"""`sinkprune-build`: its engines, its summary, and its refusals, which leave nothing behind.
+
+A folder of engines runs by itself: moved, read-only, for another user, and in every command.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import os
 import platform
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +22,13 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
-from sinkprune.contract.errors import EnginesError, PromptError
-from sinkprune.contract.files.manifest_file import sha256
-from sinkprune.engines import preflight
+from sinkprune.contract.bundle import read_bundle, read_runnable
+from sinkprune.contract.engines_manifest import ENGINES, Engines, Limits, read_engines
+from sinkprune.contract.errors import EnginesError, PromptError, UsageError
+from sinkprune.contract.files.manifest_file import file_specs, sha256
+from sinkprune.contract.files.trust import Trust
+from sinkprune.contract.manifest import BUNDLE_FOLDER
+from sinkprune.engines import targets
 from sinkprune.engines.progress import TerminalProgress
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -28,6 +36,7 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
 from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends
 
 Bundles = Callable[..., Path]
@@ -102,15 +111,16 @@ def test_optimised_models_are_for_one_processor(
 def test_the_manifest_names_the_source_of_engines(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
     path, manifest = bundle("gqa-112"), optimised("fp32").manifest
     source = read_bundle(path).manifest
-    assert manifest.target == "onnxruntime"
-    assert manifest.compute_capabilities == ()
+    assert (manifest.target, manifest.compute_capabilities) == ("onnxruntime", ())
     assert manifest.bundle_sha256 == sha256(path / "bundle.json")
     assert manifest.checkpoint_sha256 == source.checkpoint.config_sha256
     assert set(manifest.engines) == set(source.graphs)
-    assert manifest.limits == Limits(480, 480, 1)
     nodes = {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes}
     assert set(nodes) == {f"sinkpruner/{budget}/sanitizer" for budget in source.budgets}
     assert all(sorted(found.values()) == ["function", "function"] for found in nodes.values())
+    # Defaults limit no engines of any shape.
+    assert (manifest.limits, manifest.enforced_limits) == (Limits(480, 480, 1), {})
+    assert open_engines(optimised("fp32").path, read_bundle(path)).limits is None
 
 
 def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> None:
@@ -149,49 +159,29 @@ def test_given_limits_hold_on_every_target(
         pipeline.generate(photo, "word " * 40, max_new_tokens=8)
 
 
-def test_defaults_limit_no_engines_of_any_shape(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
-    engines = optimised("fp32")
-    assert engines.manifest.enforced_limits == {}
-    assert open_engines(engines.path, read_bundle(bundle("gqa-112"))).limits is None
-
-
-def test_engines_are_replaced_only_with_force(bundle: Bundles, tmp_path: Path) -> None:
-    output = tmp_path / "engines"
-    assert build(bundle("gqa-112"), output, "--target", "onnxruntime").code == 0
+def test_only_engines_are_replaced_and_only_with_force(bundle: Bundles, tmp_path: Path) -> None:
+    output, thesis, target = tmp_path / "engines", tmp_path / "thesis", ("--target", "onnxruntime")
+    assert build(bundle("gqa-112"), output, *target).code == 0
     before = (output / "engines.json").read_bytes()
-    assert_refused(
-        run("sinkprune-build", bundle("gqa-112"), "-o", output, "--target", "onnxruntime"),
-        f"'{output}' is a folder of engines already. Add --force",
-    )
+    refused = run("sinkprune-build", bundle("gqa-112"), "-o", output, *target)
+    assert_refused(refused, f"'{output}' is a folder of engines already. Add --force")
     assert (output / "engines.json").read_bytes() == before
-    assert build(bundle("gqa-112"), output, "--target", "onnxruntime", "--max-prompt", 70, "--force").code == 0
+    assert build(bundle("gqa-112"), output, *target, "--max-prompt", 70, "--force").code == 0
     assert read_engines(output).manifest.limits.prompt_tokens == 70
-
-
-def test_a_folder_without_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -> None:
-    thesis = tmp_path / "thesis"
     thesis.mkdir()
-    assert_refused(
-        run("sinkprune-build", thesis, "-o", tmp_path / "out", "--target", "onnxruntime"), "is not a bundle"
-    )
-    outcome = run("sinkprune-build", bundle("gqa-112"), "-o", thesis, "--target", "onnxruntime", "--force")
+    assert_refused(run("sinkprune-build", thesis, "-o", tmp_path / "out", *target), "is not a bundle")
+    outcome = run("sinkprune-build", bundle("gqa-112"), "-o", thesis, *target, "--force")
     assert_refused(outcome, "exists and is not a folder of engines", "left as it is")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            ["--target", "tensorflow"],
-            "unknown target 'tensorflow'; did you mean 'tensorrt'? Known targets: onnxruntime, ",
-        ),
+        (["--target", "tensorflow"], "unknown target 'tensorflow'; did you mean 'tensorrt'? Known targets: onnx"),
         (["--target", "onnxruntime", "--sm", "87"], "--sm is for target tensorrt-rtx"),
         (["--target", "tensorrt", "--sm", "87"], "target tensorrt builds for the GPU of this machine"),
         (["--target", "onnxruntime", "--max-prompt", "1000"], "exceed the model's 1024 positions"),
-        (
-            ["--target", "onnxruntime", "--max-new-tokens", "0"],
-            "--max-new-tokens is 0, expected a whole number from 1",
-        ),
+        (["--target", "onnxruntime", "--max-new-tokens", "0"], "--max-new-tokens is 0, expected a whole number"),
         (["--target", "onnxruntime", "--max-images", "3"], "exported for up to 1 in a prompt"),
         (["--target", "onnxruntime", "--check", "a.png", "--image", "b.png"], "--check takes one picture, found 2"),
     ],
@@ -213,15 +203,14 @@ def test_tensorrt_is_missing(bundle: Bundles, tmp_path: Path) -> None:
     assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install --editable '.[tensorrt]'")
 
 
-def test_too_little_memory(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "available_bytes", lambda: 100_000_000)
-    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "onnxruntime")
+def test_too_little_memory_and_no_room_on_the_disk(
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, full = bundle("gqa-112"), shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(targets, "available_bytes", lambda: 100_000_000)
+        outcome = build(source, tmp_path / "engines", "--target", "onnxruntime")
     assert_refused(outcome, "not enough memory", "needs about 0.3 GB of memory", "0.1 GB are free")
-
-
-def test_no_room_on_the_disk(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = bundle("gqa-112")
-    full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     outcome = build(source, tmp_path / "engines", "--target", "onnxruntime")
     assert_refused(outcome, "no room for the engines", f"'{tmp_path}' has 0 MB free")
@@ -268,3 +257,119 @@ def test_an_interrupt_leaves_nothing(
     outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
     assert outcome.code == 130
     assert outcome.stderr == "interrupted; no engine was complete, so nothing was kept.\n"
+
+
+NOBODY = 65534
+TARGETS = {"onnxruntime": "ort-cpu", "onnxruntime+openvino": "ort-cpu+openvino", "openvino": "openvino"}
+Built = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Path:
+    return bundle("gqa-112", weights="int8")
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Return a function that builds engines of a small bundle, and moves them from their first folder."""
+    made: dict[str, Path] = {}
+
+    def get(target: str) -> Path:
+        if target not in made:
+            folder = tmp_path_factory.mktemp(f"birthplace-{target}")
+            copied = shutil.copytree(source, folder / "bundle-of-birth")
+            outcome = run("sinkprune-build", copied, "-o", folder / "engines-of-birth", "--target", target)
+            assert outcome.code == 0, outcome.stderr
+            moved = tmp_path_factory.mktemp("away") / target
+            made[target] = Path(shutil.move(folder / "engines-of-birth", moved))
+            shutil.rmtree(folder)
+        return made[target]
+
+    return get
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Yield a folder that all users may read; those of pytest are private."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        for path in folder.rglob("*"):
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("target", slow_except({"onnxruntime+openvino"}, TARGETS))
+def test_engines_answer_as_their_bundle(target: str, source: Path, built: Built, photo: Image.Image) -> None:
+    engines = Pipeline.load(built(target))
+    assert engines.backend.name == TARGETS[target]
+    assert_equal_at_both_ends(engines, Pipeline.load(source, backend=TARGETS[target]), photo)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_holds_no_graph_of_the_bundle(target: str, built: Built) -> None:
+    beside = {path.name for path in (built(target) / BUNDLE_FOLDER).rglob("*") if path.is_file()}
+    assert beside == {"bundle.json", "embedding.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize("target", slow_except(set(TARGETS) - {"openvino"}, TARGETS))
+def test_another_user_runs_a_read_only_copy(target: str, built: Built, open_folder: Path, photo_file: Path) -> None:
+    copied = Path(shutil.copytree(built(target), open_folder / "copied"))
+    for path in (copied, *copied.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    # The first answer imports everything, because another user may have no access to Python's files.
+    program = (
+        "import os, sys; from sinkprune import Pipeline; from PIL import Image\n"
+        "photo = Image.open(sys.argv[2]).convert('RGB')\n"
+        "def ask():\n"
+        "    pipeline = Pipeline.load(sys.argv[1])\n"
+        "    print(*pipeline.generate(photo, 'What?', budget='retain-64', max_new_tokens=4).token_ids)\n"
+        "ask()\n"
+        f"if os.geteuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "ask()\n"
+    )
+    words = [sys.executable, "-c", program, str(copied), str(photo_file)]
+    first, second = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert first == second != ""
+
+
+def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
+    engines, report = built("onnxruntime"), tmp_path / "report.json"
+    ask = (engines, "--image", photo_file, "--prompt", "What is this?")
+    assert run("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2).code == 0
+    profile = run("sinkprune-profile", *ask, "--repeat", 1, "--new-tokens", 2, "--json", report)
+    assert profile.code == 0, profile.stderr
+    assert json.loads(report.read_text())["backend"] == "ort-cpu"
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"image": str(photo_file), "question": "What?", "answer": "a"}) + "\n")
+    evaluated = run("sinkprune-evaluate", engines, "--data", task, "--budgets", "retain-64")
+    assert evaluated.code == 0, evaluated.stderr
+    calibrated = run("sinkprune-calibrate", "norms", engines, "--data", task)
+    assert calibrated.code == 0, calibrated.stderr
+
+
+def test_sums_pin_the_folder(built: Built, tmp_path: Path) -> None:
+    engines = built("onnxruntime")
+    right = read_engines(engines).sha256
+    assert Pipeline.load(engines, sha256=right).bundle.engines is not None
+    with pytest.raises(EnginesError, match="It is not the expected manifest"):
+        Pipeline.load(engines, sha256="a" * 64)
+    with pytest.raises(UsageError, match="were not to be compared"):
+        Pipeline.load(read_runnable(engines, Trust(right)), check_sums=False)
+
+
+def test_parts_of_another_bundle_are_refused(built: Built, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(built("onnxruntime"), tmp_path / "copied"))
+    manifest = read_engines(copied).manifest
+    (copied / BUNDLE_FOLDER / "weights" / "tokenizer.json").unlink()
+    manifest.files.clear()
+    (copied / ENGINES.name).unlink()
+    manifest.files.update(file_specs(copied))
+    ENGINES.write(copied, manifest)
+    with pytest.raises(EnginesError, match=r"came without 'weights/tokenizer\.json' of a bundle"):
+        Pipeline.load(copied)
+
+
+def test_another_backend_is_refused(built: Built) -> None:
+    with pytest.raises(EnginesError, match="built for target openvino, backend 'ort-cpu' takes target onnxruntime"):
+        Pipeline.load(built("openvino"), backend="ort-cpu")

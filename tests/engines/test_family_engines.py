@@ -1,29 +1,37 @@
-"""TensorRT's compiler accepts the graphs of every family, and optimisation profiles hold every shape of a request."""
+"""TensorRT accepts every family's graphs, 10.3 by its list. Optimisation profiles hold every shape of a request."""
 
 from __future__ import annotations
 
+import json
 import platform
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import onnx
+import onnx.parser
 import pytest
 from PIL import Image
 
 from sinkprune import Clip
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range, read_engines
-from sinkprune.engines.profiles import optimisation_profiles
+from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.small_graphs import graphs_of
 from sinkprune.runtime.frames import COLUMNS_FIRST, ROWS_FIRST
+from support.models.chosen_heads import every_method
 from support.models.clips import INTERNVL_BUDGETS
 from support.models.heads_of_64 import (
+    CONFIG,
     INTERNVL_CONFIG,
     NEXT_CONFIG,
     OFT_CONFIG,
@@ -36,9 +44,13 @@ from support.models.heads_of_64 import (
     QWEN_CONFIG,
     export_random,
 )
+from support.models.manifests import file_of
 from support.programs.commands import run
 from support.programs.slow_cases import slow
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
+from support.references.trt10_operators import MAX_OPSET, fault
+from support.stand_ins.fake_tensorrt import LIMITS, build_fake_engines
+from support.stand_ins.tensorrt_rig import Rig
 
 needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
 
@@ -189,6 +201,38 @@ def test_tensorrt_rtx_builds_what_other_families_lack(
         assert (tmp_path / graph).stat().st_size
 
 
+# Deep enough for every method.
+DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
+OPTIONS = "retain-64+raster+visual-keys+compact"
+# The other families have all operators of these.
+ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images"}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: family[:2] for name, family in FAMILIES.items()},
+    "llava, several images": (CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact"), "max_images": 2}),
+    "llava, every method": (DEEP, {"budgets": ("retain-192", OPTIONS), **every_method(DEEP)}),
+    "llava-next, several images": (NEXT_CONFIG, {"budgets": NEXT, "max_images": 2}),
+    "qwen2.5-vl, several images": (QWEN_CONFIG, {"budgets": QWEN, "max_images": 2, **PIXELS}),
+    "qwen3-vl, every method": (
+        QWEN3_CONFIG,
+        {"budgets": ("prune-66.7", "prune-66.7+raster"), "max_frames": 8, **PIXELS, **every_method(QWEN3_CONFIG)},
+    ),
+    "qwen3-vl, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
+}
+
+
+@pytest.mark.parametrize("precision", [slow("fp32"), "fp16"])
+@pytest.mark.parametrize("kind", [slow(kind) if kind in ALIKE else kind for kind in KINDS])
+def test_every_graph_is_on_the_list_of_10_3(kind: str, precision: str, tmp_path: Path) -> None:
+    config, options = KINDS[kind]
+    root = export_random(tmp_path, config, precision=precision, dialect="opset20", **options).path
+    for path in (root / "graphs").rglob("*.onnx"):
+        onnx.checker.check_model(path, full_check=True)
+        model = onnx.load(path, load_external_data=False)
+        assert not fault(model), path
+        used = {name for node in model.graph.node for name in node.input}
+        assert {value.name for value in model.graph.input} <= used, path
+
+
 def clip(size: tuple[int, int], count: int) -> Clip:
     return Clip([Image.new("RGB", size, (90, 60, 30))] * count, fps=2)
 
@@ -266,3 +310,110 @@ def test_an_engine_for_fewer_images_than_the_bundle(bundle: Callable[..., Path],
     refused = run("sinkprune-build", root, "-o", tmp_path / "more", "--target", "onnxruntime", "--max-images", 4)
     assert refused.code == 2
     assert "exported for up to 3" in refused.stderr
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> None:
+    """Ten frames with an image's 1280 tokens would exceed the 3840 that TensorRT ranks at once."""
+    budgets = ("prune-80", "prune-80+no-sanitizer")
+    bundle = export_random(tmp_path, QWEN_CONFIG, budgets=budgets, precision="fp16", max_frames=20)
+    limits = resolve_limits(bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
+    profiles = optimisation_profiles(bundle.manifest, limits)
+    graphs = ("sinkpruner/prune-80/sanitizer", "sinkpruner/prune-80+no-sanitizer/select_after_0")
+    for graph in graphs:
+        norms = {name: ranges["norms"] for name, ranges in profiles[graph].items()}
+        assert norms == {"clip": Range((1, 1), (10, 768), (10, 768)), "image": Range((1, 1), (1, 1280), (1, 1280))}
+    rows = {name: ranges["visual_index"].max for name, ranges in profiles[graph].items()}
+    assert rows == {"clip": (7680,), "image": (1280,)}
+    assert list(profiles["vision"]) == ["clip", "image"]
+    assert list(profiles["decoder_0"]) == ["prefill", "decode"]
+    assert profiles["decoder_0"]["prefill"]["hidden"].max[1] == 7680 + 512
+    for graph in ("vision", *graphs):
+        job = BuildJob(Model.of_bundle(bundle, graph), profiles[graph])
+        TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT)
+
+
+@pytest.fixture(scope="module")
+def small_frames(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Return a bundle for images of up to 480 tokens, and clips of up to four groups of 155."""
+    folder = tmp_path_factory.mktemp("small-frames")
+    shutil.copytree(checkpoint("qwen"), folder / "checkpoint")
+    limits = {"min_pixels": 784, "max_pixels": 120 * 784}
+    (folder / "checkpoint/video_preprocessor_config.json").write_text(json.dumps(limits))
+    export_bundle(ExportRequest(str(folder / "checkpoint"), budgets=CLIPS, max_frames=8), folder / "bundle")
+    return read_bundle(folder / "bundle")
+
+
+@pytest.mark.slow
+def test_every_shape_lies_in_an_optimisation_profile_where_frames_are_smaller_than_images(
+    small_frames: Bundle,
+) -> None:
+    clips = [clip(size, count) for size, count in (((336, 280), 8), ((336, 280), 2), ((56, 28), 7), ((5600, 28), 8))]
+    assert not shapes_outside_optimisation_profiles(
+        small_frames, [[picture] for picture in (*clips, (672, 560), (5600, 28))]
+    )
+    norms = optimisation_profiles(small_frames.manifest, LIMITS)["sinkpruner/prune-80/sanitizer"]
+    assert {name: ranges["norms"].max for name, ranges in norms.items()} == {"clip": (4, 155), "image": (1, 480)}
+
+
+def test_images_and_clips_run_in_their_own_optimisation_profiles(small_frames: Bundle, tmp_path: Path) -> None:
+    build_fake_engines(small_frames, tmp_path)
+    rig = Rig(small_frames, tmp_path)
+    image = Image.new("RGB", (56, 56), (90, 60, 30))
+    for picture, calls in ((image, [0, 1]), (image.resize((672, 560)), [0, 2]), (clip((336, 280), 8), [1, 2])):
+        rig.pipeline.generate(picture, "What?", budget="prune-80", max_new_tokens=1)
+        assert [len(context.enqueued) for context in rig.contexts("vision")] == calls
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_every_opset20_graph_with_quantised_weights_is_on_the_list(weights: str, tmp_path: Path) -> None:
+    options = {"budgets": ("retain-64",), "precision": "fp16", "dialect": "opset20", "weights": weights}
+    bundle = export_random(tmp_path, **options)
+    for name in bundle.manifest.graphs:
+        model = onnx.load(file_of(bundle, name), load_external_data=False)
+        assert not fault(model), name
+        (opset,) = [opset.version for opset in model.opset_import if not opset.domain]
+        # Only INT4 needs the next opset.
+        assert opset == (21 if weights == "int4" and name != "vision" and "/" not in name else 20)
+
+
+# Each row: a graph that is rejected, the reason, and a similar graph that passes.
+NEIGHBOURS = (
+    (
+        "(float[4] x, int64 axis) => (float[4] y) { y = CumSum(x, axis) }",
+        "CumSum computes its input 1",
+        "(float[4] x) => (float[4] y) { axis = Constant<value_int = 0>() y = CumSum(x, axis) }",
+    ),
+    (
+        '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "add">(x, i, u) }',
+        "ScatterElements has reduction = b'add'",
+        '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "none">(x, i, u) }',
+    ),
+    (
+        "(float[N] x) => (float[M] v, int64[M] i) { k = Constant<value_ints = [3841]>() v, i = TopK(x, k) }",
+        "TopK has K above 3840",
+        "(float[N] x, int64[1] k) => (float[M] v, int64[M] i) { v, i = TopK(x, k) }",
+    ),
+)
+
+
+def test_what_is_off_the_list_is_refused_and_its_neighbour_is_not(tmp_path: Path) -> None:
+    for refused, why, accepted in NEIGHBOURS:
+        header = f'<ir_version: 10, opset_import: ["" : {MAX_OPSET}]> small'
+        assert why in fault(onnx.parser.parse_model(f"{header} {refused}"))
+        assert not fault(onnx.parser.parse_model(f"{header} {accepted}"))
+    sanitizer, files = "sinkpruner/retain-64/sanitizer", dict[str, Path]()
+    for dialect in DIALECTS:
+        (tmp_path / dialect).mkdir()
+        bundle = export_random(tmp_path / dialect, budgets=("retain-64",), precision="fp16", dialect=dialect)
+        files |= {f"{dialect} {graph}": file_of(bundle, graph) for graph in bundle.manifest.graphs}
+    for name, said in (("vision", "Attention"), ("head", "RMSNormalization"), (sanitizer, "opset 24")):
+        assert said in fault(onnx.load(files[f"opset24 {name}"], load_external_data=False))
+    # Functions are checked.
+    model = onnx.load(files[f"opset20 {sanitizer}"], load_external_data=False)
+    body = next(function for function in model.functions if function.name == "DiversitySelect")
+    body.node.append(onnx.helper.make_node("Cast", ["count"], ["wide"], "Widen", to=onnx.TensorProto.DOUBLE))
+    assert "DiversitySelect/Widen" in fault(model) and "DOUBLE" in fault(model)
+    body.node[-1].op_type = "NonZero"
+    assert fault(model) == "DiversitySelect/Widen: NonZero is not on the list"

@@ -1,56 +1,69 @@
-"""A killed build leaves the old engines or the new ones, and the next build reuses complete engines."""
+"""Builds that are killed, fail or are rejected by `--check`.
+
+A killed build leaves the old engines or the new ones, and the next build reuses complete engines. Rejected engines
+are not kept, and --move removes only graphs whose engines passed.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import onnx
 import pytest
+from PIL import Image
 
+from sinkprune.contract import memory as system_memory
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import ENGINES, EnginesManifest, Limits, read_engines
-from sinkprune.contract.errors import BundleError, EnginesError
+from sinkprune.contract.errors import BundleError, EnginesError, NumericsError
 from sinkprune.contract.files.folders import staging
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.manifest import BUNDLE
+from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import UnfinishedBuild, build_engines
+from sinkprune.engines.gate import recording
+from sinkprune.engines.gate.comparing import Gate
+from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.engines.progress import BuildProgress
+from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left
-from support.programs.slow_cases import slow
+from support.programs.slow_cases import slow, slow_except
+from support.stand_ins.gate_faults import Alter, altered, one_weight, overflowing
 
 Bundles = Callable[..., Path]
-LIMITS = Limits(10, 10, 1)
+LIMITS = Limits(60, 10, 1)
 
 
 class Counting(OnnxRuntimeBuilder):
-    """Lists the graphs that it builds, and fails at the graph `until`."""
+    """Lists the graphs that it builds. Fails at the graph `until`, or builds it from an altered copy in `folder`."""
 
-    def __init__(self, until: str | None = None) -> None:
+    def __init__(
+        self,
+        until: str | None = None,
+        error: BaseException | None = None,
+        alter: Alter | None = None,
+        folder: Path | None = None,
+    ) -> None:
         super().__init__()
-        self.until, self.graphs = until, list[str]()
+        self.until, self.graphs, self._error = until, list[str](), error or EnginesError("broken down.")
+        self._alter, self._folder = alter, folder
 
-    def build(self, job: Any, output: Path, progress: BuildProgress) -> Any:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> Any:
         if job.model.graph == self.until:
-            output.write_bytes(b"half")
-            raise EnginesError("broken down.")
+            if self._alter is None or self._folder is None:
+                output.write_bytes(b"half")
+                raise self._error
+            job = BuildJob(altered(job.model, self._alter, self._folder), job.optimisation_profiles)
         self.graphs.append(job.model.graph)
-        return super().build(job, output, progress)
-
-
-class Interrupted(OnnxRuntimeBuilder):
-    """Is interrupted at the graph `until`, or after all graphs."""
-
-    def __init__(self, until: str | None) -> None:
-        super().__init__()
-        self.until = until
-
-    def build(self, job: Any, output: Path, progress: BuildProgress) -> Any:
-        if job.model.graph == self.until:
-            raise KeyboardInterrupt
         return super().build(job, output, progress)
 
 
@@ -116,7 +129,7 @@ def test_an_interrupt_says_what_is_kept(source: Path, tmp_path: Path, monkeypatc
 
     def left_by(until: str | None) -> str:
         with pytest.raises(KeyboardInterrupt) as interrupt:
-            build_engines(read_bundle(source), tmp_path / "out", Interrupted(until), LIMITS)
+            build_engines(read_bundle(source), tmp_path / "out", Counting(until, KeyboardInterrupt()), LIMITS)
         return str(interrupt.value)
 
     first = Counting()
@@ -124,12 +137,9 @@ def test_an_interrupt_says_what_is_kept(source: Path, tmp_path: Path, monkeypatc
     assert left_by(first.graphs[0]) == "no engine was complete, so nothing was kept."
     assert left_by(first.graphs[2]) == f"2 of {graphs} engines are whole and {waits} command goes on from there."
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         # All engines are built, and the folder is not in its place.
-        patch.setattr(UnfinishedBuild, "copy_to", interrupted)
+        patch.setattr(UnfinishedBuild, "copy_to", Mock(side_effect=KeyboardInterrupt))
         assert left_by(None) == f"{graphs} of {graphs} engines are whole and {waits} command goes on from there."
     assert not (tmp_path / "out").exists()
     assert again(source, tmp_path / "out")[0].graphs == []
@@ -151,8 +161,11 @@ def test_only_what_is_missing_is_built(source: Path, tmp_path: Path) -> None:
     assert left(output) == []
 
 
-def test_an_altered_engine_is_not_taken_up(source: Path, tmp_path: Path) -> None:
+def test_one_build_at_a_time_and_no_altered_engine_is_taken_up(source: Path, tmp_path: Path) -> None:
     broken_build(source, tmp_path / "out", "decoder_2")
+    with staging(tmp_path / "out", "building", ENGINES):
+        outcome = run("sinkprune-build", source, "-o", tmp_path / "out", "--target", "onnxruntime")
+    assert_refused(outcome, "another command is writing")
     engine = tmp_path / ".out.building" / "engines" / "engines" / "decoder_0.onnx"
     engine.write_bytes(engine.read_bytes()[:-1] + b"x")
     second, manifest = again(source, tmp_path / "out")
@@ -169,7 +182,7 @@ def test_a_moved_bundle_goes_away_graph_by_graph(source: Path, tmp_path: Path) -
         read_bundle(source)
     # Other commands that need the bundle's graphs lose nothing.
     with pytest.raises(EnginesError, match=r"holds graph 'vision' no more: .* is another, by limits"):
-        again(source, output, Limits(11, 10, 1), move=True)
+        again(source, output, Limits(61, 10, 1), move=True)
     with pytest.raises(EnginesError, match="holds graph 'vision' no more"):
         again(source, tmp_path / "elsewhere", move=True)
     _, manifest = again(source, output, move=True)
@@ -199,8 +212,97 @@ def test_a_full_disk_is_reported_and_nothing_is_lost(
     read_engines(tmp_path / "out").verify()
 
 
-def test_one_build_at_a_time(source: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def gate(photo: Image.Image) -> Gate:
+    return Gate(GateQuestion([photo], "What is on the table?"))
+
+
+@pytest.mark.parametrize(
+    "target", slow_except({"onnxruntime+openvino"}, ["onnxruntime", "onnxruntime+openvino", "openvino"])
+)
+def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    outcome = run("sinkprune-build", source, "-o", output, "--target", target, "--check", photo_file, "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["checked"] is True
+    engines = read_engines(output)
+    engines.verify()
+    assert len(engines.manifest.flags["checked"]) == 64
+    assert left(output) == []
+    text = engines_command._text(output, engines.manifest, None)
+    assert f"\ncheck passed: {len(engines.manifest.engines)} engines\n" in text
+    assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}), None)
+
+
+@pytest.mark.parametrize("move", [slow(False), True])
+def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: Gate, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    wrong = Counting("decoder_2", alter=one_weight, folder=tmp_path / "altered")
+    with pytest.raises(EnginesError, match=r"the engine of graph 'decoder_2', by onnxruntime .* 'hidden_out'"):
+        build_engines(read_bundle(source), output, wrong, LIMITS, gate=gate, move=move)
+    assert not output.exists()
+    whole = json.loads((tmp_path / ".out.building" / "engines" / "engines.json").read_text())["engines"]
+    assert "decoder_1" in whole and "decoder_2" not in whole
+    # With --move only the graphs of engines that passed are gone.
+    assert (source / "graphs" / "decoder_2.onnx").exists()
+    assert (source / "graphs" / "decoder_1.onnx").exists() != move
+    honest, _ = again(source, output, gate=gate, move=move)
+    assert "decoder_2" in honest.graphs and not set(honest.graphs) & set(whole)
+    read_engines(output).verify()
+    assert source.exists() != move
+    assert left(output) == []
+
+
+def test_what_was_not_checked_is_not_taken_up(source: Path, gate: Gate, tmp_path: Path) -> None:
     broken_build(source, tmp_path / "out", "decoder_2")
-    with staging(tmp_path / "out", "building", ENGINES):
-        outcome = run("sinkprune-build", source, "-o", tmp_path / "out", "--target", "onnxruntime")
-    assert_refused(outcome, "another command is writing")
+    second, manifest = again(source, tmp_path / "out", gate=gate)
+    assert set(second.graphs) == set(manifest.engines)
+
+
+def test_a_moved_bundle_must_have_been_recorded(source: Path, gate: Gate, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    broken_build(source, output, "decoder_2", gate=gate, move=True)
+    shutil.rmtree(tmp_path / ".out.building" / "recording")
+    with pytest.raises(EnginesError, match="its calls were not recorded"):
+        again(source, output, gate=gate, move=True)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(["--check", "missing.jpg"], "missing.jpg", id="no file"),
+        pytest.param(["--check", "coffee.jpg", "--check-prompt", " "], "the prompt is empty", id="empty prompt"),
+        pytest.param(["--check-prompt", "What?"], "Add --check", id="prompt without picture"),
+    ],
+)
+def test_wrong_questions_are_refused(
+    options: list[str], said: str, source: Path, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(photo_file, "coffee.jpg")
+    assert_refused(run("sinkprune-build", source, "-o", "out", "--target", "onnxruntime", *options), said)
+    assert not Path("out").exists() and not Path(".out.building").exists()
+
+
+def test_too_little_memory_for_the_graphs(
+    source: Path, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "available_bytes", lambda: 1_000_000)
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime")
+    with pytest.raises(Exception, match=r"not enough memory: running the graphs of .* are free\. .*sinkprune-check"):
+        build_engines(read_bundle(source), tmp_path / "out", Counting(), LIMITS, gate=gate)
+    assert system_memory.available_bytes() > 1_000_000
+    assert run("sinkprune-build", *command).code == 0
+
+
+def test_graphs_with_infinite_logits_are_rejected(source: Path, gate: Gate, tmp_path: Path) -> None:
+    manifest = read_bundle(source).manifest
+    head = onnx.load(source / "graphs" / "head.onnx", load_external_data=False)
+    overflowing("logits", saturating=False)(head)
+    onnx.save(head, source / "graphs" / "head.onnx")
+    manifest.files.update({"graphs/head.onnx": file_specs(source)["graphs/head.onnx"]})
+    BUNDLE.write(source, manifest)
+    with pytest.raises(NumericsError, match="the ONNX graph 'head' gives values in 'logits' that are not finite"):
+        build_engines(read_bundle(source), tmp_path / "out", Counting(), LIMITS, gate=gate)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()

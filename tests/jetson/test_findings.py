@@ -27,12 +27,12 @@ from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_na
 
 PYTHON_7 = replace(PYTHON, version="3.12.3")
 BOARDS = read_boards()
+VENV = "python3.10 -m venv --system-site"
 JETPACK_6 = [pack for pack in BOARDS.jetpacks if pack.version == "6.2"]
 
 
-def found(root: Path, python: PythonEnvironment = PYTHON, disk: int = 10**12) -> list[Finding]:
-    machine = replace(read(root, python), disk_free_bytes=disk)
-    return list(machine_findings(machine, BOARDS))
+def found(root: Path, python: PythonEnvironment = PYTHON) -> list[Finding]:
+    return list(machine_findings(replace(read(root, python), disk_free_bytes=10**12), BOARDS))
 
 
 def read(root: Path, python: PythonEnvironment = PYTHON) -> Machine:
@@ -46,12 +46,9 @@ def only(findings: list[Finding], words: str) -> Finding:
     return told[0]
 
 
-def test_a_board_in_order_has_none(tmp_path: Path) -> None:
-    assert found(agx_orin_jetpack_7_2(tmp_path), PYTHON_7) == []
-
-
-def test_a_board_as_it_comes(tmp_path: Path) -> None:
-    findings = found(orin_nano_jetpack_6_2(tmp_path))
+def test_a_board_in_order_has_none_and_one_as_it_comes_has_three(tmp_path: Path) -> None:
+    assert found(agx_orin_jetpack_7_2(tmp_path / "agx"), PYTHON_7) == []
+    findings = found(orin_nano_jetpack_6_2(tmp_path / "nano"))
     assert len(findings) == 3
     assert not any(finding.stops for finding in findings)
     assert "sudo nvpmodel -m 2" in only(findings, "the power mode is 15W, not MAXN_SUPER").do
@@ -70,16 +67,8 @@ def test_a_workstation_needs_an_engine_library_and_no_more(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("python", "words", "do"),
     [
-        (
-            PYTHON_7,
-            "TensorRT 10.3.0.30 is installed for Python 3.10, this is 3.12",
-            "python3.10 -m venv --system-site",
-        ),
-        (
-            replace(PYTHON, sees_system=False),
-            "does not see the system's packages",
-            "python3.10 -m venv --system-site",
-        ),
+        (PYTHON_7, "TensorRT 10.3.0.30 is installed for Python 3.10, this is 3.12", VENV),
+        (replace(PYTHON, sees_system=False), "does not see the system's packages", VENV),
         (
             replace(PYTHON, libraries={"tensorrt": Library("1", None)}),
             "neither cuda-python nor pycuda",

@@ -1,9 +1,10 @@
-"""What fits: needs and bounds by hand, for a real bundle and for presets."""
+"""What fits, by hand, for a real bundle and for presets, and the recommendation: the best row that findings allow."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -15,14 +16,26 @@ from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.manifest import BESIDE_GRAPHS
 from sinkprune.contract.memory import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.engines.preflight import BuildMemory, disk_bytes, needed_bytes
+from sinkprune.engines.targets import BuildMemory, disk_bytes, needed_bytes
 from sinkprune.jetson.boards import preset_manifest, read_presets
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, build_fit, fit, manifest_in_form
+from sinkprune.jetson.fit import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    FormFit,
+    ModelFit,
+    TargetMachine,
+    best_form,
+    build_fit,
+    fit,
+    manifest_in_form,
+    recommend,
+)
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from support.programs.commands import run
-from support.programs.doctor_runs import NANO, PICTURE, preset
+from support.programs.doctor_runs import NANO, PICTURE, doctor, preset, set_python, told
 from support.programs.repository import ROOT
+from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
 
 def test_a_7b_by_hand() -> None:
@@ -61,11 +74,8 @@ def test_a_7b_by_hand() -> None:
 def test_pruning_is_what_makes_a_long_prompt_fit() -> None:
     model = preset("llava-next-7b", usable=7_150_000_000)
     int4 = model.forms[-1]
-    assert {budget: found.fits for budget, found in int4.budgets.items()} == {
-        "none": False,
-        "retain-320": True,
-        "retain-160": True,
-    }
+    fitting = {budget: found.fits for budget, found in int4.budgets.items()}
+    assert fitting == {"none": False, "retain-320": True, "retain-160": True}
     assert next(iter(model.fitting())) == (int4, "retain-320")
 
 
@@ -89,34 +99,25 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("precision", "weights", "backend", "forms"),
     [
-        ("fp16", None, "tensorrt", [("fp16", "fp16", True), ("fp16", "int8", False), ("fp16", "int4", False)]),
-        ("fp16", "int4", "tensorrt", [("fp16", "fp16", False), ("fp16", "int8", False), ("fp16", "int4", True)]),
-        (
-            "fp32",
-            "int8",
-            "tensorrt",
-            [("fp32", "int8", True), ("fp16", "fp16", False), ("fp16", "int8", False), ("fp16", "int4", False)],
-        ),
-        ("fp32", None, "ort-cpu", [("fp32", "fp32", True), ("fp32", "int8", False), ("fp32", "int4", False)]),
-        (
-            "fp32",
-            "uint4",
-            "ort-cpu",
-            [("fp32", "uint4", True), ("fp32", "fp32", False), ("fp32", "int8", False), ("fp32", "int4", False)],
-        ),
+        ("fp16", None, "tensorrt", "fp16/fp16* fp16/int8 fp16/int4"),
+        ("fp16", "int4", "tensorrt", "fp16/fp16 fp16/int8 fp16/int4*"),
+        ("fp32", "int8", "tensorrt", "fp32/int8* fp16/fp16 fp16/int8 fp16/int4"),
+        ("fp32", None, "ort-cpu", "fp32/fp32* fp32/int8 fp32/int4"),
+        ("fp32", "uint4", "ort-cpu", "fp32/uint4* fp32/fp32 fp32/int8 fp32/int4"),
     ],
 )
 def test_a_bundle_is_listed_in_its_form_and_in_the_others(
-    precision: str, weights: str | None, backend: str, forms: list[tuple[str, str, bool]], bundle: Callable[..., Path]
+    precision: str, weights: str | None, backend: str, forms: str, bundle: Callable[..., Path]
 ) -> None:
     path = bundle("mha-336", precision, weights=weights)
     model = fit("it", "bundle", read_bundle(path).manifest, TargetMachine(backend, 0, None), PICTURE)
-    assert [(form.precision, form.decoder_form, form.exported) for form in model.forms] == forms
+    listed = [f"{form.precision}/{form.decoder_form}{'*' if form.exported else ''}" for form in model.forms]
+    assert listed == forms.split()
     own = next(form for form in model.forms if form.exported)
     manifest = read_bundle(path).manifest
     assert own.weight_bytes == sum(map(manifest.weight_bytes, manifest.graphs))
     assert all(found.fits is None for form in model.forms for found in form.budgets.values())
-    assert len(list(model.fitting())) == len(forms)
+    assert len(list(model.fitting())) == len(listed)
 
 
 def test_pi0_has_the_figures_of_the_policies_page() -> None:
@@ -160,9 +161,8 @@ def test_a_chunk_by_hand(name: str, text: int) -> None:
 
 def test_the_longest_text_is_the_last_that_fits() -> None:
     model = preset("llava-1.5-7b", usable=7_150_000_000)
-    manifest = manifest_in_form(
-        preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4"
-    )
+    bare = preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20")
+    manifest = manifest_in_form(bare, "fp16", "int4")
     layout = load_family(manifest).layout(Image.new("RGB", PICTURE))
     for budget in ("none", "retain-64"):
         rows = schedule(manifest, "sinkpruner", budget, [layout])
@@ -187,10 +187,8 @@ def test_the_largest_graph_counts_in_memory_and_all_on_disk(bundle: Callable[...
     weights = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
     largest = max(weights, key=weights.__getitem__)
     beside = sum(manifest.files[name].size for name in BESIDE_GRAPHS)
-    found = build_fit(manifest, "tensorrt", 0, None)
-    assert found.memory_bytes == needed_bytes(
-        source, largest, {}, BuildMemory("memory", 0, copies=3.2, activations=False)
-    )
+    found, memory = build_fit(manifest, "tensorrt", 0, None), BuildMemory("memory", 0, copies=3.2, activations=False)
+    assert found.memory_bytes == needed_bytes(source, largest, {}, memory)
     # An engine without weights is small.
     code = sum(16 << 20 if own else 5 << 20 for own in weights.values())
     assert found.disk_bytes == beside + sum(weights.values()) + code
@@ -226,3 +224,97 @@ def test_a_byte_too_little_does_not_fit(bundle: Callable[..., Path]) -> None:
     assert fits(0, disk - 1) == (True, True)
     assert fits(0, moving) == (True, True)
     assert fits(memory, moving - 1) == (False, False)
+
+
+def chosen(model: ModelFit) -> tuple[str, str] | None:
+    """The form and the budget of the best choice."""
+    best = best_form(model)
+    return (best[0].decoder_form, best[1]) if best else None
+
+
+def fitting(form: FormFit, fits: bool) -> FormFit:
+    """The form, which fits at retain-192 or only at retain-32."""
+    budgets = {name: replace(one, fits=fits or name == "retain-32") for name, one in form.budgets.items()}
+    return replace(form, budgets=budgets)
+
+
+def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
+    assert chosen(preset("llava-1.1b")) == ("int4", "retain-192")
+    # Without a datasheet, the fewest bytes win.
+    assert chosen(preset("llava-1.1b", None)) == ("int4", "retain-192")
+    # Where one form alone fits at the largest budget, a quicker one at a smaller budget is no choice.
+    model = preset("llava-1.1b")
+    forms = tuple(fitting(form, form.decoder_form == "fp16") for form in model.forms)
+    assert chosen(replace(model, forms=forms)) == ("fp16", "retain-192")
+    assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
+
+
+def test_an_added_budget_may_be_the_largest_of_a_folder_that_runs_as_it_is() -> None:
+    model = preset("llava-1.1b")
+    rows = {name: rows for name, rows in model.rows.items() if name != "retain-192"} | {
+        "in-60": model.rows["retain-192"]
+    }
+    forms = tuple(replace(one, budgets={**one.budgets, "in-60": one.budgets["retain-192"]}) for one in model.forms)
+    own = tuple(replace(one, exported=one is forms[0]) for one in forms)
+    folder = replace(model, kind="bundle", rows=rows, forms=own)
+    found = recommend(folder, as_it_is=True)
+    assert found is not None and (found.as_it_is, found.budget) == (True, "in-60")
+    # An export makes no added budget.
+    found = recommend(folder, as_it_is=False)
+    assert found is not None and (found.as_it_is, found.budget, found.weights) == (False, "retain-128", "int4")
+
+
+def test_what_cannot_be_built_is_no_choice() -> None:
+    model = preset("llava-1.1b", usable=8 << 30)
+    int4 = model.forms[-1]
+    assert int4.build is not None and int4.build.fits
+    too_large = replace(int4, build=replace(int4.build, fits=False))
+    assert chosen(replace(model, forms=(*model.forms[:-1], too_large))) == ("int8", "retain-192")
+    # A bundle runs on a processor as it is.
+    on_processor = replace(model, forms=(too_large,), backend="ort-cpu")
+    assert chosen(on_processor) == ("int4", "retain-192")
+
+
+def test_the_command_that_a_stop_forbids_is_not_printed(tmp_path: Path) -> None:
+    """The page has what to do first, and the recommendation for afterwards."""
+    root = orin_nano_jetpack_6_2(tmp_path)
+    report = told("--root", root, "llava-1.1b")
+    assert report["next"] == []
+    assert report["first"] == ["make the environment again: python3.10 -m venv --system-site-packages .venv"]
+    assert report["recommendations"][0]["weights"] == "int4"
+    page = doctor("--root", root, "llava-1.1b").stdout
+    assert "First:\n  make the environment again" in page
+    assert "Next:" not in page and "sinkprune-export" not in page and "sinkprune-build" not in page
+
+
+def test_a_bundle_of_another_dialect_is_exported_again(
+    monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The printed command fixes the finding about the bundle."""
+    set_python(monkeypatch, "3.10.12")
+    path = bundle("mha-336", "fp16")
+    report = told("--root", orin_nano_jetpack_6_2(tmp_path), path)
+    assert [finding["model"] for finding in report["findings"] if finding["stops"]] == [str(path)]
+    assert report["first"] == []
+    (command,) = report["next"]
+    # A bundle has its checkpoint's name, not its path.
+    given = r"PATH/TO/[^/\s]+"
+    again = rf"sinkprune-export {given} -o \S+-int4 --precision fp16 --weights int4 --dialect opset20$"
+    assert re.match(again, command)
+    assert not report["recommendations"][0]["as_it_is"]
+
+
+def test_a_bundle_that_is_too_large_is_exported_smaller(
+    monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    set_python(monkeypatch, "3.10.12")
+    path = bundle("mha-336", "fp16", dialect="opset20")
+    none = told("--root", orin_nano_jetpack_6_2(tmp_path), path)["models"][0]["forms"]
+    needed = [form["budgets"]["retain-32"]["memory_bytes"] for form in none]
+    # Between int8 and fp16, in whole KiB.
+    free = (needed[1] // 1024 + 1, f"MemTotal: 8000000 kB\nMemAvailable: {needed[1] // 1024 + 1} kB\n")
+    assert needed[1] < free[0] * 1024 < needed[0]
+    report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
+    assert any("as it is exported" in finding["found"] for finding in report["findings"])
+    again = r"sinkprune-export \S+ -o \S+-int4 --precision fp16 --weights int4 --dialect opset20"
+    assert re.match(again, report["next"][0])

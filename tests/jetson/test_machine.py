@@ -10,21 +10,14 @@ from pathlib import Path
 import pytest
 
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.host import (
-    ClockFrequency,
-    Machine,
-    PythonEnvironment,
-    SystemFiles,
-    read_machine,
-    this_environment,
-)
-from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2
+from sinkprune.jetson.host import ClockFrequency, Machine, SystemFiles, read_machine, this_environment
+from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6, agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2
 
-PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries={})
+MAXN = "< POWER_MODEL ID=0 NAME=MAXN >\n"
 
 
-def machine(root: Path, python: PythonEnvironment = PYTHON) -> Machine:
-    return read_machine(SystemFiles(root), python, read_boards(), root)
+def machine(root: Path) -> Machine:
+    return read_machine(SystemFiles(root), PYTHON_OF_JETPACK_6, read_boards(), root)
 
 
 def test_an_orin_nano_with_jetpack_6_2(tmp_path: Path) -> None:
@@ -68,13 +61,8 @@ def test_an_agx_orin_with_jetpack_7_2(tmp_path: Path) -> None:
         # Never set: the default of the configuration.
         ({"var/lib/nvpmodel/status": None}, 1, "25W", "MAXN_SUPER"),
         ({"etc/nvpmodel.conf": None}, 0, None, None),
-        ({"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n"}, 0, "MAXN", "MAXN"),
-        (
-            {"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=4 NAME=MAXN_SUPER >\n"},
-            0,
-            "MAXN",
-            "MAXN_SUPER",
-        ),
+        ({"etc/nvpmodel.conf": MAXN}, 0, "MAXN", "MAXN"),
+        ({"etc/nvpmodel.conf": f"{MAXN}< POWER_MODEL ID=4 NAME=MAXN_SUPER >\n"}, 0, "MAXN", "MAXN_SUPER"),
     ],
 )
 def test_power_modes(
@@ -86,24 +74,19 @@ def test_power_modes(
     assert found.is_fastest == (fastest in (None, name))
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("usr/local/cuda/version.json", '{"cuda": "12"}'),
-        ("var/lib/dpkg/status", "Package\nVersion:\n\n\n"),
-        ("proc/meminfo", "MemTotal: much\n"),
-        ("proc/swaps", "x\ny z\n/dev/x partition lots 0 0\n"),
-        ("etc/nvpmodel.conf", "< POWER_MODEL NAME=15W >"),
-        ("proc/device-tree/compatible", "\0\0"),
-    ],
-)
-def test_malformed_files_are_ignored(path: str, text: str, tmp_path: Path) -> None:
-    found = machine(changed(orin_nano_jetpack_6_2(tmp_path), {path: text}))
-    assert found.unreadable == ()
-
-
-def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
+def test_malformed_files_are_ignored_and_those_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     root = orin_nano_jetpack_6_2(tmp_path)
+    malformed: dict[str, str | None] = {
+        "usr/local/cuda/version.json": '{"cuda": "12"}',
+        "var/lib/dpkg/status": "Package\nVersion:\n\n\n",
+        "proc/meminfo": "MemTotal: much\n",
+        "proc/swaps": "x\ny z\n/dev/x partition lots 0 0\n",
+        "etc/nvpmodel.conf": "< POWER_MODEL NAME=15W >",
+        "proc/device-tree/compatible": "\0\0",
+    }
+    found = machine(changed(root, malformed))
+    assert (found.unreadable, found.board, found.memory_bytes, found.swap) == ((), None, None, ())
+    root = orin_nano_jetpack_6_2(tmp_path / "other")
     status = root / "var/lib/nvpmodel/status"
     status.unlink()
     # Root can read all files, but nobody can read a folder as a file.

@@ -29,19 +29,7 @@ from sinkprune.contract.engines_manifest import (
     Limits,
 )
 from sinkprune.contract.errors import EnginesError, OutOfMemoryError, SinkpruneError
-from sinkprune.contract.files.folders import (
-    beside,
-    check_outside,
-    check_replaceable,
-    check_room,
-    first_names,
-    made_parents,
-    replacing,
-    staging,
-    sync_folder,
-    sync_tree,
-    unlisted_files,
-)
+from sinkprune.contract.files import folders
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs, sha256
 from sinkprune.contract.files.output_files import check_in_no_bundle
@@ -50,10 +38,9 @@ from sinkprune.contract.files.untrusted import MANIFEST_BYTES, UnreadableError, 
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, BUNDLE_FOLDER, MANIFEST
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.comparing import Gate
-from sinkprune.engines.preflight import check_memory, disk_bytes, need_and_free
 from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles, small_profiles
 from sinkprune.engines.progress import SILENT, BuildProgress
-from sinkprune.engines.targets import Builder, BuildJob
+from sinkprune.engines.targets import Builder, BuildJob, check_memory, disk_bytes, need_and_free
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.frames import FrameForm
@@ -68,7 +55,7 @@ _GROWING = {"engines", "files", "plugins"}
 
 def is_begun(output: Path) -> bool:
     """Return whether an earlier build of the folder `output` left complete engines."""
-    return os.path.lexists(beside(output, _BUILDING) / _ENGINES / ENGINES.name)
+    return os.path.lexists(folders.beside(output, _BUILDING) / _ENGINES / ENGINES.name)
 
 
 class UnfinishedBuild:
@@ -81,57 +68,59 @@ class UnfinishedBuild:
         """The plan with the complete engines."""
         self.differs: list[str] = []
         """The fields in which the engines in `place` are of another build, and so are not reused."""
-        found = self._found()
-        if found is not None:
-            fixed = [field.name for field in fields(plan) if field.name not in _GROWING]
-            self.differs = [name for name in fixed if getattr(found, name) != getattr(plan, name)]
-            if not self.differs:
-                self.manifest = found
-
-    def _found(self) -> EnginesManifest | None:
-        """Return the manifest in `root`; None if there is none, or if a listed file is missing or has changed."""
         try:
             found, _ = ENGINES.read(self.root, EnginesManifest, ANY)
-            for name in unlisted_files(self.root, ENGINES):
+            for name in folders.unlisted_files(self.root, ENGINES):
                 (self.root / name).unlink()
             ENGINES.check_sums(self.root, ENGINES.hold(self.root, found.files), found.files)
         except (EnginesError, UnreadableError, OSError):
-            return None
-        return found
+            # There is no manifest, or a listed file is missing or has changed.
+            return
+        fixed = [field.name for field in fields(plan) if field.name not in _GROWING]
+        self.differs = [name for name in fixed if getattr(found, name) != getattr(plan, name)]
+        if not self.differs:
+            self.manifest = found
 
-    def remove_unusable(self) -> None:
-        """Remove engines that are not reused."""
-        if not self.manifest.engines:
-            shutil.rmtree(self.root, ignore_errors=True)
-            self.root.mkdir()
+    def build(self, bundle: Bundle, job: BuildJob, builder: Builder, progress: BuildProgress) -> Engines:
+        """Return the complete engines with the new engine of `job`, which is not added yet, without sums.
 
-    def add(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> None:
-        """Sync the new engine of `graph` below `root` to disk, and then the manifest that lists it.
-
-        `plugins` are those that the engine calls. Files below `root` that are not listed yet are the engine's own.
+        Raises what `Builder.build` raises, and `EnginesError` for a full disk.
         """
-        sync_tree(self.root)
-        listed = self.manifest.files
-        files = {**listed, **file_specs(self.root, {*listed, ENGINES.name})}
-        manifest = self._manifest_with(graph, engine, plugins, files)
-        ENGINES.write(self.root, manifest)
-        sync_folder(self.root)
-        self.manifest = manifest
-
-    def with_engine(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> Engines:
-        """Return the complete engines and the new engine of `graph`, which is not added yet, without sums."""
+        graph, start = job.model.graph, time.perf_counter()
+        file = f"engines/{builder.file_name(graph)}"
+        (self.root / file).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            built = builder.build(job, self.root / file, progress)
+        except (SinkpruneError, OSError) as error:
+            if isinstance(error, OutOfMemoryError) and graph in bundle.manifest.graphs:
+                need = need_and_free(bundle, graph, job.optimisation_profiles, builder.memories())
+                advice = "End other programs, or use a machine with more."
+                raise EnginesError(f"{error} By estimate, {need}. {advice}") from error
+            # On a full disk, libraries only report that they could not write.
+            if shutil.disk_usage(self.root).free < _FULL_BYTES:
+                raise EnginesError(
+                    f"the disk is full: the engine of graph '{graph}' could not be written in '{self.root}' "
+                    f"({error}) Free space, then give the same command again."
+                ) from error
+            raise
+        seconds = round(time.perf_counter() - start, 3)
+        profiles = {} if builder.target in ANY_SHAPE else job.optimisation_profiles
+        engine = EngineSpec(file, profiles, built.nodes, built.device_memory, seconds)
         paths = (path for path in self.root.rglob("*") if path.is_file() and path.name != ENGINES.name)
         files = {str(path.relative_to(self.root)): FileSpec(path.stat().st_size, "") for path in paths}
-        manifest = self._manifest_with(graph, engine, plugins, files)
+        engines, plugins = {**self.manifest.engines, graph: engine}, {**self.manifest.plugins, **builder.plugins}
+        manifest = replace(self.manifest, engines=engines, plugins=plugins, files=files)
         return Engines(self.root, manifest, ENGINES.sha256(manifest), ENGINES.hold(self.root, files), ANY)
 
-    def _manifest_with(
-        self, graph: str, engine: EngineSpec, plugins: dict[str, str], files: dict[str, FileSpec]
-    ) -> EnginesManifest:
-        known = self.manifest
-        return replace(
-            known, engines={**known.engines, graph: engine}, plugins={**known.plugins, **plugins}, files=files
-        )
+    def add(self, engines: Engines) -> None:
+        """Sync the new engine of `engines` to disk, and then the manifest that lists it."""
+        folders.sync_tree(self.root)
+        listed = self.manifest.files
+        files = {**listed, **file_specs(self.root, {*listed, ENGINES.name})}
+        manifest = replace(engines.manifest, files=files)
+        ENGINES.write(self.root, manifest)
+        folders.sync_folder(self.root)
+        self.manifest = manifest
 
     def copy_to(self, folder: Path) -> None:
         """Give all files of the engines a second name in `folder`, or copy them if the file system has no links."""
@@ -153,7 +142,7 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
     If the block raises, complete engines stay for the next build; otherwise the folder is removed. Raises
     `EnginesError` if another process builds this folder, or if the place belongs to another user.
     """
-    with staging(output, _BUILDING, ENGINES) as place:
+    with folders.staging(output, _BUILDING, ENGINES) as place:
         work = UnfinishedBuild(place, plan)
         keep = True
         try:
@@ -166,9 +155,8 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
                     shutil.rmtree(path, ignore_errors=True)
 
 
-# The gate's folder in that of an unfinished build.
-_RECORDING = "recording"
-_SMALL = "small"
+# Folders in that of an unfinished build.
+_RECORDING, _SMALL = "recording", "small"
 # A disk with less free space is full: other programs write too, and file systems reserve some.
 _FULL_BYTES = 4 << 20
 _WAY_OUT = "build a bundle with fewer methods and budgets"
@@ -199,7 +187,7 @@ def build_engines(
     the next build with the same arguments reuses complete engines (`sinkprune.engines.build`).
     Raises `EnginesError`, and `BundleError` for a graph with an unknown dynamic dimension.
     """
-    check_outside(output, bundle.path, ENGINES)
+    folders.check_outside(output, bundle.path, ENGINES)
     check_in_no_bundle(output)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
@@ -220,26 +208,27 @@ def build_engines(
         engines={},
         files={},
     )
-    check_replaceable(output, ENGINES, force=force)
-    with made_parents(output, ENGINES), unfinished_build(output, plan) as work:
+    folders.check_replaceable(output, ENGINES, force=force)
+    with folders.made_parents(output, ENGINES), unfinished_build(output, plan) as work:
         jobs = {
             graph: BuildJob(_model(bundle, graph, work), own)
             for graph, own in profiles.items()
             if graph not in work.manifest.engines
         }
-        work.remove_unusable()
-        _check_room(bundle, jobs, builder, work.place, move=move, progress=progress)
+        if not work.manifest.engines:
+            shutil.rmtree(work.root, ignore_errors=True)
+            work.root.mkdir()
+        _check_room(bundle, jobs, builder, work.place, move, progress)
         try:
             if gate:
                 gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
             try:
-                _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
-                _build_small(small, work, builder, progress)
+                _build(bundle, jobs, small, work, builder, gate, move=move, progress=progress)
             except SinkpruneError as error:
                 if not work.manifest.engines:
                     raise
                 raise EnginesError(f"{error} {_kept(work, total)}") from error
-            with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
+            with folders.replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
                 work.copy_to(root)
                 _copy_bundle_files(bundle, root / BUNDLE_FOLDER)
                 files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
@@ -249,8 +238,10 @@ def build_engines(
                     gate.check_answers(root, progress)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(_kept(work, total)) from interrupt
-        if move and (strangers := unlisted_files(bundle.path, BUNDLE)):
-            progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
+        if move and (strangers := folders.unlisted_files(bundle.path, BUNDLE)):
+            progress.report(
+                f"'{bundle.path}' holds what is not of the bundle, and stays: {folders.first_names(strangers)}."
+            )
         elif move:
             shutil.rmtree(bundle.path.resolve())
     return manifest
@@ -277,18 +268,12 @@ def _model(bundle: Bundle, graph: str, work: UnfinishedBuild) -> Model:
 
 
 def _check_room(
-    bundle: Bundle,
-    jobs: Mapping[str, BuildJob],
-    builder: Builder,
-    place: Path,
-    *,
-    move: bool,
-    progress: BuildProgress,
+    bundle: Bundle, jobs: Mapping[str, BuildJob], builder: Builder, place: Path, move: bool, progress: BuildProgress
 ) -> None:
     memories = builder.memories()
     check_memory(bundle, {graph: job.optimisation_profiles for graph, job in jobs.items()}, memories)
     most = disk_bytes(bundle.manifest, jobs, builder.target, move=move)
-    check_room(place, most, ENGINES, _WAY_OUT)
+    folders.check_room(place, most, ENGINES, _WAY_OUT)
     if most >= LEAST_REPORTED_BYTES and jobs:
         largest = max(jobs, key=bundle.manifest.weight_bytes)
         memory = need_and_free(bundle, largest, jobs[largest].optimisation_profiles, memories)
@@ -298,6 +283,7 @@ def _check_room(
 def _build(
     bundle: Bundle,
     jobs: Mapping[str, BuildJob],
+    small: SmallGraphs,
     work: UnfinishedBuild,
     builder: Builder,
     gate: Gate | None,
@@ -305,18 +291,24 @@ def _build(
     move: bool,
     progress: BuildProgress,
 ) -> None:
-    """Build the engines of `jobs` into `work`, one after the other: each may need most of the memory."""
-    done = len(work.manifest.engines)
+    """Build the engines of `jobs`, and of small graphs, one after the other: each may need most of the memory.
+
+    No gate compares small graphs, because they are exact.
+    """
+    folder, total = work.place / _SMALL, len(work.manifest.engines) + len(jobs)
+    folder.mkdir(exist_ok=True)
+    others = [job for job in small_jobs(small, folder) if job.model.graph not in work.manifest.engines]
     users = Counter(name for job in jobs.values() for name in job.model.names)
-    for number, (graph, job) in enumerate(jobs.items(), start=done):
-        progress.graph(graph, number, done + len(jobs))
-        engine = _build_engine(bundle, job, work.root, builder, progress)
-        if gate:
-            gate.check_engine(graph, BuiltEngines(work.with_engine(graph, engine, builder.plugins), bundle))
-        work.add(graph, engine, builder.plugins)
+    for job in (*jobs.values(), *others):
+        graph, done = job.model.graph, len(work.manifest.engines)
+        progress.graph(graph, done, total + len(others))
+        engines = work.build(bundle, job, builder, progress)
+        if gate and graph in jobs:
+            gate.check_engine(graph, BuiltEngines(engines, bundle))
+        work.add(engines)
         users.subtract(job.model.names)
         # The graph's own file first: a missing file means that the graph is gone.
-        for name in job.model.names if move else ():
+        for name in job.model.names if move and graph in jobs else ():
             if not users[name]:
                 bundle.files[name].remove()
 
@@ -328,45 +320,6 @@ def small_jobs(small: FrameForm | SmallGraphs, folder: Path) -> Iterator[BuildJo
         path.write_bytes(small.graphs[name].model())
         held = {path.name: HeldFile(path, EnginesError)}
         yield BuildJob(Model(name, spec, path.name, held, 0), profiles, exact_fp32=True)
-
-
-def _build_small(small: SmallGraphs, work: UnfinishedBuild, builder: Builder, progress: BuildProgress) -> None:
-    """Build the engines of small graphs. No gate compares them, because they are exact."""
-    folder = work.place / _SMALL
-    folder.mkdir(exist_ok=True)
-    for job in small_jobs(small, folder):
-        name, done = job.model.graph, len(work.manifest.engines)
-        if name in work.manifest.engines:
-            continue
-        progress.graph(name, done, done + 1)
-        file, start = f"engines/{builder.file_name(name)}", time.perf_counter()
-        built = builder.build(job, work.root / file, progress)
-        seconds = round(time.perf_counter() - start, 3)
-        spec = EngineSpec(file, job.optimisation_profiles, built.nodes, built.device_memory, seconds)
-        work.add(name, spec, builder.plugins)
-
-
-def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:
-    graph = job.model.graph
-    file = f"engines/{builder.file_name(graph)}"
-    (root / file).parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    try:
-        built = builder.build(job, root / file, progress)
-    except OutOfMemoryError as error:
-        need = need_and_free(bundle, graph, job.optimisation_profiles, builder.memories())
-        raise EnginesError(f"{error} By estimate, {need}. End other programs, or use a machine with more.") from error
-    except (SinkpruneError, OSError) as error:
-        # On a full disk, libraries only report that they could not write.
-        if shutil.disk_usage(root).free < _FULL_BYTES:
-            raise EnginesError(
-                f"the disk is full: the engine of graph '{graph}' could not be written in '{root}' ({error}) "
-                "Free space, then give the same command again."
-            ) from error
-        raise
-    seconds = round(time.perf_counter() - start, 3)
-    profiles = {} if builder.target in ANY_SHAPE else job.optimisation_profiles
-    return EngineSpec(file, profiles, built.nodes, built.device_memory, seconds)
 
 
 def _copy_bundle_files(bundle: Bundle, folder: Path) -> None:

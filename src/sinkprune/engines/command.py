@@ -68,11 +68,8 @@ def main(arguments: Sequence[str] | None) -> None:
     bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by), whole=not is_begun(options.output))
     check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
-    asked = {
-        "prompt_tokens": options.max_prompt,
-        "new_tokens": options.max_new_tokens,
-        "images": options.max_images,
-    }
+    most = (options.max_prompt, options.max_new_tokens, options.max_images)
+    asked = dict(zip(("prompt_tokens", "new_tokens", "images"), most, strict=True))
     limits = resolve_limits(bundle.manifest, **asked)
     given = [name for name, value in asked.items() if value is not None]
     enforced = enforced_limits(limits, options.target, given)
@@ -83,8 +80,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.check is None and options.fit is not None:
         raise UsageError("--fit is how the picture of --check becomes a square. Add --check, or leave it out.")
     place = options.output.absolute()
-    timing_cache = place.with_name(f"{place.name}.timing-cache")
-    builder = new_builder(options.target, options.sm, timing_cache)
+    builder = new_builder(options.target, options.sm, place.with_name(f"{place.name}.timing-cache"))
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
     gate, seen_shares = None, tuple[float, ...]()
@@ -151,22 +147,16 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Pat
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
     library = f"{manifest.target} {manifest.library_version}"
     nodes = Counter(_REALISED[found] for engine in manifest.engines.values() for found in engine.nodes.values())
+    words = {"prompt_tokens": "prompts of {} tokens", "new_tokens": "answers of {}", "images": "images: {}"}
+    enforced = manifest.enforced_limits
+    limits = ", ".join(text.format(enforced[name]) for name, text in words.items() if name in enforced)
     realised = ", ".join(f"{count} {how.format(library=manifest.target)}" for how, count in nodes.items()) or "none"
     return (
         f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "
-        f"{_limits(manifest)}\n"
+        f"{limits or 'no limits of their own'}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else not_checked)
         + f"operators of the sanitizer: {realised}\n"
         + sum_lines(ENGINES.sha256(manifest), key)
-    )
-
-
-def _limits(manifest: EnginesManifest) -> str:
-    words = {"prompt_tokens": "prompts of {} tokens", "new_tokens": "answers of {}", "images": "images: {}"}
-    enforced = manifest.enforced_limits
-    return (
-        ", ".join(text.format(enforced[name]) for name, text in words.items() if name in enforced)
-        or "no limits of their own"
     )
 
 
@@ -193,47 +183,24 @@ def _parser() -> CommandParser:
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("-o", "--output", type=Path, required=True, metavar="ENGINES", help="the folder to write")
     add("--target", required=True, help=f"{', '.join(TARGETS)}: the library that will run the engines")
-    add(
-        "--sm",
-        type=_compute_capabilities,
-        help="tensorrt-rtx: compute capabilities to compile for, as in 86,89,120 (default: this machine's GPU)",
+    words = "tensorrt-rtx: compute capabilities to compile for, as in 86,89,120 (default: this machine's GPU)"
+    add("--sm", type=_compute_capabilities, help=words)
+    words = (
+        "most text tokens of a prompt (TensorRT's default: 512, or what the model takes; a policy's: as in training)"
     )
-    add(
-        "--max-prompt",
-        type=MAX_PROMPT,
-        metavar="N",
-        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes; a policy's: as in its "
-        "training)",
-    )
-    add(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        metavar="N",
-        help="most tokens of an answer (TensorRT's default: 512, or what the model takes); not for a policy",
-    )
-    add(
-        "--max-images",
-        type=MAX_IMAGES,
-        metavar="N",
-        help="most images of a prompt (TensorRT's default: 1, or a policy's cameras)",
-    )
-    add(
-        "--check",
-        # The names that sinkprune-check has for both.
-        "--image",
-        type=Path,
-        action="append",
-        metavar="PICTURE",
-        help="compare engines with their graphs on this picture, and reject those that differ: see sinkprune-check",
-    )
+    add("--max-prompt", type=MAX_PROMPT, metavar="N", help=words)
+    words = "most tokens of an answer (TensorRT's default: 512, or what the model takes); not for a policy"
+    add("--max-new-tokens", type=MAX_NEW_TOKENS, metavar="N", help=words)
+    words = "most images of a prompt (TensorRT's default: 1, or a policy's cameras)"
+    add("--max-images", type=MAX_IMAGES, metavar="N", help=words)
+    words = "compare engines with their graphs on this picture, and reject those that differ: see sinkprune-check"
+    # The second names are those of sinkprune-check.
+    add("--check", "--image", type=Path, action="append", metavar="PICTURE", help=words)
     add("--check-prompt", "--prompt", metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
     add_fit_option(parser.group("picture and question"))
     add("--force", action="store_true", help="replace existing engines")
-    add(
-        "--move",
-        action="store_true",
-        help="for small disks: remove each graph from BUNDLE when its engine is complete, and BUNDLE at the end",
-    )
+    words = "for small disks: remove each graph from BUNDLE when its engine is complete, and BUNDLE at the end"
+    add("--move", action="store_true", help=words)
     add_trust_options(parser.group("trust"))
     add_sign_option(parser, "the engines")
     parser.add_json("the summary")

@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.plugins.descriptions import DOMAIN, NAMESPACE, PLUGINS, VERSION, Plugin
+from sinkprune.engines.plugins.launches import DOMAIN, NAMESPACE, PLUGINS, VERSION, Plugin
 from sinkprune.runtime.backends.models import Model
 
 PLUGINS_FIRST = (10, 7)
@@ -58,7 +58,12 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...]) -> onnx.ModelP
     fitted = deepcopy(model)
     known = constants(fitted.graph)
     for node in custom_nodes(fitted).values():
-        plugin = _plugin(node)
+        plugin = PLUGINS.get(node.op_type)
+        if plugin is None:
+            raise EnginesError(
+                f"no plugin is known for node '{node.name}', {node.op_type} of domain {DOMAIN}; there are "
+                f"{', '.join(PLUGINS)}. Build with a newer sinkprune."
+            )
         # The parser finds a plugin by these; since 10.10 also by the domain (`FallbackPluginImporter`).
         for name, value in (("plugin_namespace", NAMESPACE), ("plugin_version", VERSION)):
             node.attribute.append(helper.make_attribute(name, value))
@@ -112,16 +117,6 @@ def constants(graph: onnx.GraphProto) -> dict[str, Any]:
 def as_array(constant: Any) -> np.ndarray[Any, Any]:
     """Return a value of `constants` as an array. The data of a tensor must be in the graph."""
     return numpy_helper.to_array(constant) if isinstance(constant, onnx.TensorProto) else np.asarray(constant)
-
-
-def _plugin(node: onnx.NodeProto) -> Plugin:
-    for plugin in PLUGINS:
-        if plugin.name == node.op_type:
-            return plugin
-    raise EnginesError(
-        f"no plugin is known for node '{node.name}', {node.op_type} of domain {DOMAIN}; there are "
-        f"{', '.join(plugin.name for plugin in PLUGINS)}. Build with a newer sinkprune."
-    )
 
 
 def _fold_shape_inputs(node: onnx.NodeProto, plugin: Plugin, known: Mapping[str, Any]) -> None:

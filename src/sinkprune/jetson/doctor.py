@@ -91,7 +91,8 @@ def _report(
     """
     board, jetpack, onnxruntime = boards.board(name) if name else None, None, None
     if machine:
-        backend, free, disk_free = wanted or _backend(machine), machine.free_bytes or 0, machine.disk_free_bytes
+        usual = BOARD_BACKEND if machine.chip else quickest_backend(machine.python.imports)
+        backend, free, disk_free = wanted or usual, machine.free_bytes or 0, machine.disk_free_bytes
         jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
         jetpacks, onnxruntime = [jetpack] if jetpack else [], machine.python.version_of("onnxruntime")
     else:
@@ -127,10 +128,6 @@ def _report(
         first=tuple(first_steps(findings, recommended)),
         next=tuple(next_steps(fits, recommended, findings, dialect)),
     )
-
-
-def _backend(machine: Machine) -> str:
-    return BOARD_BACKEND if machine.chip else quickest_backend(machine.python.imports)
 
 
 def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: Size, wanted: str | None) -> ModelFit:
@@ -185,7 +182,7 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
     return replace(target, backend=backend, board=board, most_prompt=prompt, most_new=new)
 
 
-_UNKNOWN = "-"
+_UNKNOWN, _SHOWN = "-", 4
 
 
 def budget_table(model: ModelFit) -> Table:
@@ -196,13 +193,7 @@ def budget_table(model: ModelFit) -> Table:
         for budget, rows in model.rows.items():
             fit = form.budgets[budget]
             visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
-            table.add_row(
-                name,
-                plain_text(budget),
-                visual,
-                _memory(fit),
-                *_bound_cells(fit),
-            )
+            table.add_row(name, plain_text(budget), visual, _memory(fit), *_bound_cells(fit))
             name = ""
     return table
 
@@ -250,9 +241,14 @@ def legend(report: DoctorReport) -> Iterator[str]:
     """Yield a line for each thing in the tables that needs words."""
     requests = dict[str, list[str]]()
     for model in report.models:
-        requests.setdefault(_request(model), []).append(model.name)
+        prompt = f"a prompt of {counted(model.prompt_tokens, 'token')}"
+        request = f"one picture, {prompt} and {counted(model.new_tokens, 'new token')}"
+        if model.policy:
+            request = f"a frame of {counted(model.policy.cameras, 'camera')} and {prompt}"
+        requests.setdefault(request, []).append(model.name)
     for request, names in requests.items():
-        yield f"memory{f' of {_few(names)}' if len(requests) > 1 else ''}: for {request}."
+        few = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        yield f"memory{f' of {few}' if len(requests) > 1 else ''}: for {request}."
     if report.usable_bytes:
         yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
     if not report.overview:
@@ -283,21 +279,6 @@ def legend(report: DoctorReport) -> Iterator[str]:
         yield "Bounds of times are known only for TensorRT on a board."
 
 
-_SHOWN = 4
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _request(model: ModelFit) -> str:
-    """Return the words for what memory and bounds are for."""
-    prompt = f"a prompt of {counted(model.prompt_tokens, 'token')}"
-    if model.policy:
-        return f"a frame of {counted(model.policy.cameras, 'camera')} and {prompt}"
-    return f"one picture, {prompt} and {counted(model.new_tokens, 'new token')}"
-
-
 def verdicts(report: DoctorReport) -> Iterator[str]:
     """Yield whether each model fits, and how to run it; of all presets, which fit."""
     found = {one.model: one for one in report.recommendations}
@@ -312,11 +293,9 @@ def verdicts(report: DoctorReport) -> Iterator[str]:
 
 def recommendation(found: Recommendation, model: ModelFit) -> str:
     """Return in words that a model fits, how to run it and why."""
-    form = next(
-        form for form in model.forms if (form.decoder_form, form.precision) == (found.weights, found.precision)
-    )
-    same = sum(form.decoder_form == found.weights for form in model.forms)
-    weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
+    alike = [form for form in model.forms if form.decoder_form == found.weights]
+    form = next(form for form in alike if form.precision == found.precision)
+    weights = f"{found.weights} with {found.precision} states" if len(alike) > 1 else found.weights
     fit = form.budgets[found.budget]
     needs = f"{found.model} fits: {weights} at {found.budget} on {found.backend}, in {gigabytes(fit.memory_bytes)}."
     least = ""
@@ -339,14 +318,14 @@ def _bound_headings(model: ModelFit) -> list[str]:
 def _bound_cells(fit: BudgetFit) -> list[str]:
     bounds, text = fit.bounds, _UNKNOWN if fit.longest_text is None else str(fit.longest_text)
     if fit.chunks:
-        flops = [chunk.flops / 1e12 if chunk.flops_ms is None else chunk.flops_ms for chunk in fit.chunks.values()]
-        read = [chunk.bytes / 1e9 if chunk.bytes_ms is None else chunk.bytes_ms for chunk in fit.chunks.values()]
+        flops = (chunk.flops / 1e12 if chunk.flops_ms is None else chunk.flops_ms for chunk in fit.chunks.values())
+        read = (chunk.bytes / 1e9 if chunk.bytes_ms is None else chunk.bytes_ms for chunk in fit.chunks.values())
         return [*map(_two_digits, flops), *map(_two_digits, read)]
     if bounds is None:
         return [_gigabytes(fit.decode_bytes, digits=2), text]
     times = (bounds.prefill_ms, bounds.encoder_flops_ms + bounds.prefill_ms, bounds.token_ms)
-    ms = [*map(_two_digits, times)]
-    return [f"{ms[0]}{'w' if bounds.by_weights else ' '}", *ms[1:], text]
+    prefill, *others = map(_two_digits, times)
+    return [f"{prefill}{'w' if bounds.by_weights else ' '}", *others, text]
 
 
 def _two_digits(value: float) -> str:
@@ -368,14 +347,13 @@ def _coloured(text: str, fits: bool | None) -> Text:
     return Text(text, style="" if fits is None else "green" if fits else "red")
 
 
-_WIDTH = 100
 _FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"
 _MAX_PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
 
 
 def print_report(report: DoctorReport) -> None:
     """Print the verdict and what to do, and then the reasons: findings, the machine, tables and their legend."""
-    console = TableConsole(_WIDTH, soft_wrap=False)
+    console = TableConsole(100, soft_wrap=False)
     for line in verdicts(report):
         console.print(plain_text(line), style="bold")
     for title, lines in (("First:", report.first), ("Next:", report.next)):
@@ -383,10 +361,9 @@ def print_report(report: DoctorReport) -> None:
             console.print(f"\n{title}", style="bold")
         for line in lines:
             # A comment would make the line longer than most terminals.
-            command, _, comment = line.partition("  # ")
-            console.print(plain_text(f"  {command}"), soft_wrap=True)
-            if comment:
-                console.print(plain_text(f"  # {comment}"), soft_wrap=True)
+            command, *comment = line.split("  # ", 1)
+            for text in (command, *(f"# {words}" for words in comment)):
+                console.print(plain_text(f"  {text}"), soft_wrap=True)
     if report.first and not report.next:
         console.print("  Then run sinkprune-doctor again: it prints the commands.")
     console.print()
@@ -399,18 +376,15 @@ def print_report(report: DoctorReport) -> None:
         console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
     if report.overview:
         for acts in (False, True):
-            console.print()
             models = [model for model in report.models if (model.policy is not None) == acts]
+            console.print()
             console.print(overview(models, report.recommendations))
     for model in () if report.overview else report.models:
         width, height = model.picture
         cameras = f"{counted(model.policy.cameras, 'camera')} with frames of" if model.policy else "a picture of"
         console.print()
-        console.print(
-            plain_text(f"{model.name}: {model.visual_tokens} visual tokens of {cameras} {width}x{height}"),
-            style="bold",
-            soft_wrap=True,
-        )
+        title = f"{model.name}: {model.visual_tokens} visual tokens of {cameras} {width}x{height}"
+        console.print(plain_text(title), style="bold", soft_wrap=True)
         for unseen, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
             if unseen:
                 console.print(_finding(Finding(False, unseen, do)), soft_wrap=True)
@@ -541,21 +515,12 @@ def _parser(boards: str, presets: str) -> CommandParser:
         f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
     )
     add = parser.add_argument
-    add(
-        "models",
-        type=PathOrName,
-        nargs="*",
-        metavar="MODEL",
-        help="a folder of a bundle or of engines, or a preset (default: every preset)",
-    )
+    words = "a folder of a bundle or of engines, or a preset (default: every preset)"
+    add("models", type=PathOrName, nargs="*", metavar="MODEL", help=words)
     add("--board", metavar="NAME", help="report on this board instead of this machine")
     add("--picture", default="640x480", metavar="WxH", help="size of the image in a request (default: 640x480)")
-    add(
-        "--backend",
-        type=_cpu_backend,
-        choices=on_cpu(),
-        help="engine library (default: tensorrt on a board, else the installed one)",
-    )
+    words = "engine library (default: tensorrt on a board, else the installed one)"
+    add("--backend", type=_cpu_backend, choices=on_cpu(), help=words)
     parser.add_json("the whole report")
     # A recorded tree of a system's files, in place of this machine's.
     add("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)

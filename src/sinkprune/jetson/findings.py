@@ -103,25 +103,19 @@ def model_findings(
     library.
     """
     for model in models:
-        if not any(model.fitting()):
-            least = min(fit.memory_bytes for form in model.forms for fit in form.budgets.values())
-            needed, free = compared_sizes(least, memory)
-            yield _stop_model(
-                model,
-                f"'{model.name}' fits in no form: it needs at least {needed}, {free} are available",
-                "use a smaller model or a board with more memory; if little is missing, end other programs there",
-            )
-        elif model.kind != "preset" and not any(form.exported for form, _ in model.fitting()):
-            form = next(form for form in model.forms if form.exported)
-            least = min(fit.memory_bytes for fit in form.budgets.values())
-            needed, free = compared_sizes(least, memory)
-            yield _stop_model(
-                model,
-                f"'{model.name}' needs at least {needed} as it is exported, {free} are available",
-                _smaller(model),
-            )
-        else:
+        fitting = [form for form, _ in model.fitting()]
+        as_it_is = bool(fitting) and model.kind != "preset"
+        forms = [form for form in model.forms if form.exported] if as_it_is else model.forms
+        if any(form in fitting for form in forms):
             yield from _build_findings(model, memory)
+        else:
+            least = min(fit.memory_bytes for form in forms for fit in form.budgets.values())
+            needed, free = compared_sizes(least, memory)
+            found, do = f"needs at least {needed} as it is exported", _smaller(model)
+            if not as_it_is:
+                found = f"fits in no form: it needs at least {needed}"
+                do = "use a smaller model or a board with more memory; if little is missing, end other programs there"
+            yield _stop_model(model, f"'{model.name}' {found}, {free} are available", do)
         if model.kind == "bundle":
             if model.backend == BOARD_BACKEND:
                 yield from _tensorrt_bundle_findings(model)

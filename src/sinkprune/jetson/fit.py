@@ -23,7 +23,7 @@ from sinkprune.contract.manifest import MODULATION, Manifest
 from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
-from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
+from sinkprune.engines.targets import COPIES, disk_bytes, weights_bytes
 from sinkprune.jetson.boards import Board
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
@@ -43,19 +43,11 @@ def manifest_in_form(manifest: Manifest, precision: PrecisionName, form: Weights
     quantised = form in ("int8", *_IN_BLOCKS)
     block = max(BLOCK_SIZES) if form in _IN_BLOCKS else None
     forms = WeightForms(form, "int8" if quantised else form, block)
-    files = {
-        f"graphs/weights/{graph}.bin": FileSpec(
-            round(
-                manifest.weight_bytes(graph)
-                * _bits(forms, graph, precision)
-                / _bits(manifest.weights, graph, manifest.precision)
-            ),
-            "",
-        )
-        for graph in manifest.graphs
-        if manifest.weight_bytes(graph)
-    }
-    return replace(manifest, precision=precision, weights=forms, files={**manifest.files, **files})
+    files = dict(manifest.files)
+    for graph in filter(manifest.weight_bytes, manifest.graphs):
+        share = _bits(forms, graph, precision) / _bits(manifest.weights, graph, manifest.precision)
+        files[f"graphs/weights/{graph}.bin"] = FileSpec(round(manifest.weight_bytes(graph) * share), "")
+    return replace(manifest, precision=precision, weights=forms, files=files)
 
 
 def _bits(forms: WeightForms, graph: str, precision: PrecisionName) -> float:
@@ -93,13 +85,8 @@ def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: 
     disk, moving = (disk_bytes(manifest, manifest.graphs, target, move=move) for move in (False, True))
     known = [memory <= usable_bytes] if usable_bytes else []
     known += [moving <= disk_free] if disk_free is not None else []
-    return BuildFit(
-        memory_bytes=memory,
-        disk_bytes=disk,
-        moving_disk_bytes=moving,
-        fits=all(known) if known else None,
-        needs_move=disk_free is not None and moving <= disk_free < disk,
-    )
+    needs_move = disk_free is not None and moving <= disk_free < disk
+    return BuildFit(memory, disk, moving, all(known) if known else None, needs_move)
 
 
 PROMPT_TOKENS = 64
@@ -310,12 +297,8 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         visual = planned.per_layer(lm.num_layers)
         lengths = [count + prompt for count in visual]
         prefill, step = policy_flops(manifest, lengths) if policy else (prefill_flops(lm, lengths), None)
-        rows[budget] = BudgetRows(
-            tokens_per_layer=tuple(visual),
-            prefill_flops=prefill,
-            encoder_flops=len(layouts) * layout.tower_flops + layout.projector_flops * planned.rows,
-            step_flops=step,
-        )
+        encoder = len(layouts) * layout.tower_flops + layout.projector_flops * planned.rows
+        rows[budget] = BudgetRows(tuple(visual), prefill, encoder, step)
     forms = []
     for stored, exported in _stored(manifest, kind, target):
         budgets = {
@@ -384,8 +367,7 @@ def _budget_fit(
     prompt, new = _text(stored, target)
 
     def need(tokens: int) -> MemoryNeed:
-        built = kind == "engines"
-        memory = KNOWN[target.backend].memory
+        built, memory = kind == "engines", KNOWN[target.backend].memory
         return running_need(stored, memory, built=built, layouts=layouts, planned=planned, tokens=tokens)
 
     here = need(prompt + new)
@@ -420,17 +402,15 @@ def _budget_fit(
 
 def _chunks(stored: Manifest, rows: BudgetRows, step_bytes: int, board: Board | None) -> dict[str, ChunkBounds]:
     """Return the bounds of a policy's chunk by the number of denoising steps; empty for a model that answers."""
-    policy, found = stored.policy, dict[str, ChunkBounds]()
-    if policy is None:
-        return found
+    found: dict[str, ChunkBounds] = {}
+    most = stored.policy.steps if stored.policy else 0
     # What depends on the time alone runs once for each time.
-    apart = (stored.last_graph, MODULATION)
-    once = sum(stored.weight_bytes(graph) for graph in stored.graphs if graph not in apart)
-    for steps in (policy.steps, *(fewer for fewer in _FEWER_STEPS if fewer < policy.steps)):
+    once = sum(map(stored.weight_bytes, stored.graphs.keys() - {stored.last_graph, MODULATION}))
+    for steps in (steps for steps in dict.fromkeys((most, *_FEWER_STEPS)) if 0 < steps <= most):
         flops = rows.encoder_flops + rows.prefill_flops + steps * (rows.step_flops or 0)
         read = once + steps * step_bytes
-        flops_ms = flops / (board.fp16_tflops * 1e9) if board else None
-        found[str(steps)] = ChunkBounds(flops, read, flops_ms, read / (board.gb_per_s * 1e6) if board else None)
+        times = (flops / (board.fp16_tflops * 1e9), read / (board.gb_per_s * 1e6)) if board else (None, None)
+        found[str(steps)] = ChunkBounds(flops, read, *times)
     return found
 
 
@@ -506,16 +486,8 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
     elif len(compared) > 1:
         others = " and ".join(other.decoder_form for other in compared if other is not form)
         why = f"It reads the fewest bytes a {each}, {size}; {others} would fit too."
-    return Recommendation(
-        model=model.name,
-        weights=form.decoder_form,
-        precision=form.precision,
-        as_it_is=own is not None,
-        budget=budget,
-        backend=model.backend,
-        why=why,
-        faster=faster,
-    )
+    fixed = (model.name, form.decoder_form, form.precision, own is not None, budget, model.backend)
+    return Recommendation(*fixed, why=why, faster=faster)
 
 
 def _pruned_first(model: ModelFit) -> list[str]:

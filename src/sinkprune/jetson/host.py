@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -175,12 +176,11 @@ def read_power_mode(files: SystemFiles) -> PowerMode | None:
 
     Until a mode is set for the first time, there is no status and the configuration's default applies.
     """
-    configuration = files.text("etc/nvpmodel.conf")
-    status = files.text(_STATUS)
-    modes = {name: int(number) for number, name in _MODE.findall(configuration or "")}
-    found = re.search(r"pmode:(\d+)", status or "")
+    configuration, status = files.text("etc/nvpmodel.conf") or "", files.text(_STATUS) or ""
+    modes = {name: int(number) for number, name in _MODE.findall(configuration)}
+    found = re.search(r"pmode:(\d+)", status)
     if found is None and not any(path.startswith(f"/{_STATUS}") for path in files.unreadable):
-        found = _DEFAULT.search(configuration or "")
+        found = _DEFAULT.search(configuration)
     if found is None:
         return None
     number = int(found[1])
@@ -285,11 +285,10 @@ def this_environment() -> PythonEnvironment:
 
 
 def _installed(name: str) -> bool:
-    try:
+    # A missing parent package raises `ModuleNotFoundError`.
+    with suppress(ModuleNotFoundError):
         return find_spec(name) is not None
-    except ModuleNotFoundError:
-        # Raised for a missing parent package.
-        return False
+    return False
 
 
 def _includes_system(configuration: Path) -> bool:

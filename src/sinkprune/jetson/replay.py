@@ -22,7 +22,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.report import Spread
 from sinkprune.jetson.bags.answers_file import FrameResult, Journal, open_journal, write_answers
 from sinkprune.jetson.bags.bag import Bag, Frame, open_bag, read_frame
-from sinkprune.jetson.bags.bag_file import MOST_BYTES, Message
+from sinkprune.jetson.bags.bag_files import MOST_BYTES, Message
 from sinkprune.runtime.commands.options import (
     Options,
     add_method,
@@ -339,21 +339,13 @@ class _Answering:
         drawn = b""
         if self.options.draws:
             drawn = picture_bytes(overlay(answer, frame.picture, self.options.prompt), Path("overlay.jpg"))
+        same = ("text", "finish", "budget", "confidence", "prompt_tokens", "visual_tokens", "kv_bytes", "ms")
         return FrameResult(
             number,
             message.time_ns,
-            seconds=frame.seconds,
-            nanoseconds=frame.nanoseconds,
-            frame_id=frame.frame_id,
-            text=answer.text,
-            finish=answer.finish,
-            budget=answer.budget,
-            confidence=answer.confidence,
-            prompt_tokens=answer.prompt_tokens,
-            visual_tokens=answer.visual_tokens,
+            *frame[:3],
+            **{name: getattr(answer, name) for name in same},
             tokens_per_layer=tuple(answer.tokens_per_layer),
-            kv_bytes=answer.kv_bytes,
-            ms=answer.ms,
             seen_share=answer.images[0].layout.seen_share,
             overlay=drawn,
         )
@@ -390,17 +382,14 @@ def _answer_all(bag: Bag, journal: Journal, answering: _Answering) -> ReplayRepo
     manifest = answering.pipeline.bundle.manifest
     report = ReplayReport(
         **_summarised(journal.results(), chooser.counts),
+        **{name: getattr(options, name) for name in ("topic", "prompt", "method", "budget")},
         bag=str(options.bag),
-        topic=options.topic,
         type=type_name,
-        prompt=options.prompt,
         output=str(options.output),
         model=model_name(manifest.checkpoint.source),
         bundle_sha256=answering.pipeline.bundle.sha256,
         backend=answering.pipeline.backend.name,
         precision=manifest.precision,
-        method=options.method,
-        budget=options.budget,
         damage=bag.damage,
         resumed=resumed,
         seconds=time.monotonic() - began,
@@ -436,10 +425,8 @@ def _warnings(report: ReplayReport, *, no_overlay: bool) -> str:
     lines = []
     if report.failures:
         first = report.failures[0]
-        lines.append(
-            f"warning: {counted(report.frames.failed, 'frame')} could not be decoded. Frame {first.frame}: "
-            f"{first.reason}."
-        )
+        failed = counted(report.frames.failed, "frame")
+        lines.append(f"warning: {failed} could not be decoded. Frame {first.frame}: {first.reason}.")
     if report.damage is not None:
         lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
     if report.budget == UNPRUNED and not no_overlay:
@@ -456,16 +443,14 @@ def _parser() -> Any:
     add("--topic", required=True, help="the topic, of sensor_msgs/msg/Image or CompressedImage")
     places = "{image} marks the frame's place, for chat templates that keep the order (default: frame first)"
     add("--prompt", required=True, help=f"the question; {places}")
-    parser.group("budget").add_argument(
-        "--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)"
-    )
+    budgets = "a budget of the bundle, or none (default: none)"
+    parser.group("budget").add_argument("--budget", default=UNPRUNED, help=budgets)
     add_method(parser)
     add_most_tokens(parser, DEFAULT_NEW_TOKENS)
     add_system(parser)
     add_form_options(parser)
-    add(
-        "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"
-    )
+    every = "answer the first frame of each period (default: every frame)"
+    add("--every", type=_EVERY, metavar="SECONDS", help=every)
     add("--max-rate", type=_MAX_RATE, metavar="HZ", help="the same by frames a second: --every 1/HZ")
     add("--start", type=_START, metavar="SECONDS", help="begin so long after the topic's first frame")
     add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")

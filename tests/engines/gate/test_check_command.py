@@ -17,7 +17,7 @@ from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.engines.gate.report import rounding_of
 from sinkprune.runtime.pipeline import Pipeline
 from support.programs.commands import assert_refused, run
-from support.programs.slow_cases import slow_except
+from support.programs.slow_cases import slow, slow_except
 from support.stand_ins.gate_faults import overflowing, plant, swapped
 
 MIDDLE = (
@@ -131,20 +131,19 @@ def test_what_is_not_finite_is_null_in_json(source: Path, built: Built, photo_fi
     assert json.loads(outcome.stdout)["graphs"]["head"]["outputs"]["logits"]["worst"] is None
 
 
-def test_engines_of_another_bundle(bundle: Callable[..., Path], built: Built, photo_file: Path) -> None:
-    outcome = run("sinkprune-check", bundle("gqa-112"), built("onnxruntime"), "--image", photo_file)
-    assert_refused(outcome, "were built from another bundle")
-
-
-def test_wrong_arguments_are_refused(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
-    ask = ("--image", photo_file)
-    assert_refused(run("sinkprune-check", built("onnxruntime"), source, *ask), "is a folder of engines")
-    assert_refused(run("sinkprune-check", source, tmp_path, *ask), "is not a folder of engines")
-    assert_refused(run("sinkprune-check", source, built("onnxruntime"), "--image", tmp_path), str(tmp_path))
-    assert_refused(run("sinkprune-check", source, built("onnxruntime"), *ask, "--prompt", " "), "prompt is empty")
-    assert_refused(
-        run("sinkprune-check", source, built("onnxruntime"), *ask, "--compute", "fp32"), "are built to be fastest"
-    )
+def test_wrong_arguments_are_refused(
+    source: Path, bundle: Callable[..., Path], built: Built, photo_file: Path, tmp_path: Path
+) -> None:
+    engines, ask = built("onnxruntime"), ("--image", photo_file)
+    for words, said in (
+        ((bundle("gqa-112"), engines, *ask), "were built from another bundle"),
+        ((engines, source, *ask), "is a folder of engines"),
+        ((source, tmp_path, *ask), "is not a folder of engines"),
+        ((source, engines, "--image", tmp_path), str(tmp_path)),
+        ((source, engines, *ask, "--prompt", " "), "prompt is empty"),
+        ((source, engines, *ask, "--compute", "fp32"), "are built to be fastest"),
+    ):
+        assert_refused(run("sinkprune-check", *words), said)
 
 
 def test_the_whole_picture_may_be_compared(
@@ -182,3 +181,32 @@ def test_the_fit_is_part_of_what_was_checked(source: Path, photo: Image.Image) -
     bundle = read_bundle(source)
     sums = {GateQuestion([photo], "What?", 8, fit).sha256(bundle) for fit in (None, "crop", "pad")}
     assert len(sums) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "pictures"),
+    [
+        ("qwen", "prune-80", 1),
+        slow(("qwen2-vl", "prune-80", 1)),
+        slow(("next-mistral", "retain-160", 1)),
+        slow(("gqa-112", "retain-64", 2)),
+    ],
+)
+def test_honest_engines_of_every_family(
+    name: str, budget: str, pictures: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    many = {"max_images": pictures} if pictures > 1 else {}
+    source, engines = bundle(name, "fp32", (budget,), **many), tmp_path / "engines"
+    outcome = run("sinkprune-build", source, "-o", engines, "--target", "openvino", "--max-images", pictures)
+    assert outcome.code == 0, outcome.stderr
+    picture = ("--image", photo_file)
+    outcome = run("sinkprune-check", source, engines, *picture * pictures, "--json")
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert report["passed"] is True
+    assert [text["budget"] for text in report["texts"]] == ["none", budget]
+    assert f"sinkpruner/{budget}/sanitizer" in report["graphs"]
+    # Unpruned all are kept, of every group. The same picture twice is seen once.
+    assert report["texts"][0]["kept_alike"] == report["graphs"]["vision"]["calls"] == 1
+    if pictures > 1:
+        assert_refused(run("sinkprune-check", source, engines, *picture * (pictures + 1)), "expected at most 2")

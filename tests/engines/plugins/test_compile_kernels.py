@@ -17,13 +17,12 @@ import pytest
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.engines.plugins import compile, launches
-from sinkprune.engines.plugins import launches as binaries
 from sinkprune.engines.plugins.compile import DTYPES, PTX_VERSIONS, Compiled
 from sinkprune.engines.plugins.launches import binary
 
-ARCHIVE = files("sinkprune.engines.plugins") / binaries.ARCHIVE
-INDEX = json.loads(zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())).read(binaries.INDEX))
-KERNELS = [kernel for kernels in binaries.KERNELS.values() for kernel in kernels]
+ARCHIVE = files("sinkprune.engines.plugins") / launches.ARCHIVE
+INDEX = json.loads(zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())).read(launches.INDEX))
+KERNELS = [kernel for kernels in launches.KERNELS.values() for kernel in kernels]
 EVERY = list(product(KERNELS, DTYPES, PTX_VERSIONS))
 
 
@@ -87,12 +86,9 @@ def test_a_younger_gpu_gets_the_ptx_of_the_nearest_older_one() -> None:
     assert binary("top_rho", "float16", 103).image == ptx("top_rho", "float16", 90)
 
 
-def test_kernels_that_are_not_shipped_are_refused() -> None:
+def test_kernels_that_are_not_shipped_and_a_python_without_lzma_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match=r"shipped for sm_80, .* sm_120, and this GPU is sm_75, which is older"):
         binary("top_rho", "float16", 75)
-
-
-def test_a_python_without_lzma_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipfile, "lzma", None)
     with pytest.raises(BackendError, match=r"cannot be unpacked: .*lzma module\. Use a Python that was built with"):
         binary("top_rho", "float16", 87)

@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_function_bodies(
         assert bool(calls.keys() & KERNELS) == (turn < 2)
     assert rig.report.without_kernels == {}
     captured = [name for name in rig.report.graphs if "sanitizer" in name]
-    assert any(name.endswith("DiversitySelect_node_14") or "DiversitySelect" in name for name in captured)
+    assert any("DiversitySelect" in name for name in captured)
     assert any(", part " in name for name in captured)
 
 
@@ -66,12 +66,11 @@ def test_the_host_reads_nothing_between_kernels(
     assert calls.count("replay") == 2
 
 
-@pytest.mark.parametrize("name", [min(QWEN_SHAPES)])
 def test_counts_that_depend_on_the_picture_are_read_once_for_each_size(
-    name: str, rig_of: Callable[..., CudaRig], bundle: Callable[..., Path], photo: Image.Image
+    rig_of: Callable[..., CudaRig], bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
     budget = "prune-77.8"
-    root = bundle(name, budgets=(budget,))
+    root = bundle(min(QWEN_SHAPES), budgets=(budget,))
     rig, theirs = rig_of(root), Pipeline.load(root, threads=1)
     ours, reads = rig.pipeline(), []
     for picture in (photo, photo.resize((300, 500)), photo, photo.resize((300, 500)), photo):

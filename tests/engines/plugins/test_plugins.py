@@ -1,31 +1,48 @@
-"""The plugins work in the real binding classes of TensorRT-RTX, and enqueue the right launches.
+"""The plugins work in the real binding classes of TensorRT-RTX, and graphs that are adapted to them compute the same.
 
-Fakes replace what needs a GPU or full TensorRT. `FakeRunner` takes launches in place of a GPU. `FakeDimsExprs` and
-`FakeExprBuilder` are shape expressions, which only a builder with plugins can make. TensorRT-RTX's parser calls our
-creator, and then aborts the process, because its network takes no plugins.
+`FakeRunner` takes launches in place of a GPU. Shape expressions, which only a builder with plugins can make, are
+plain values. TensorRT-RTX's real parser calls our creator, and then aborts its process, because its network takes no
+plugins. So that test has its own process, and networks with a plugin are stand-ins.
 """
 
 from __future__ import annotations
 
 import gc
 import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from support.models.graphs import sanitizer_graph
+from support.references import reference
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
 import tensorrt_rtx as trt
 
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, realisations
 from sinkprune.engines.plugins import plugin_v3 as registry
-from sinkprune.engines.plugins.descriptions import NAMESPACE, PLUGINS, VERSION
 from sinkprune.engines.plugins.launches import (
+    NAMESPACE,
+    PLUGINS,
+    VERSION,
     Launch,
     diversity_launches,
     diversity_workspace,
@@ -34,7 +51,8 @@ from sinkprune.engines.plugins.launches import (
 )
 from sinkprune.engines.plugins.plugin_v3 import creator
 
-TOP_RHO, DIVERSITY_SELECT = PLUGINS
+Array = np.ndarray[Any, Any]
+TOP_RHO, DIVERSITY_SELECT = PLUGINS.values()
 TYPES = trt.DataType
 G, N, D, R, COUNT = 2, 37, 48, 5, 9
 
@@ -53,25 +71,9 @@ class FakeRunner:
         self.enqueued.extend((launch, stream) for launch in launches)
 
 
-class FakeDimsExprs(list[Any]):
-    """Shape expressions that are plain values."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__([None] * length)
-
-
-class FakeExprBuilder:
-    def constant(self, value: int) -> int:
-        return value
-
-
-class LibraryWithFakeDimensions:
-    """TensorRT-RTX with other shape expressions."""
-
-    DimsExprs = FakeDimsExprs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(trt, name)
+# Shape expressions are plain values here.
+LIBRARY = SimpleNamespace(**{**vars(trt), "DimsExprs": lambda length: [None] * length})
+EXPRESSIONS = SimpleNamespace(constant=lambda value: value)
 
 
 def fields(**values: int) -> list[Any]:
@@ -117,13 +119,13 @@ def clean_registry() -> Iterator[Any]:
     """Yield TensorRT-RTX's registry of plugins, and then remove the plugins of a test from it."""
     found = trt.get_plugin_registry()
     yield found
-    for description in PLUGINS:
+    for description in PLUGINS.values():
         left = found.get_creator(description.name, VERSION, NAMESPACE)
         if left is not None:
             found.deregister_creator(left)
 
 
-@pytest.mark.parametrize("description", PLUGINS, ids=lambda description: description.name)
+@pytest.mark.parametrize("description", PLUGINS.values(), ids=PLUGINS)
 def test_the_bindings_find_every_method_they_call(description: Any) -> None:
     """pybind11 calls a method only if it is a Python method."""
     plugin = make(description, **dict.fromkeys(description.attributes, 16))
@@ -165,22 +167,17 @@ def test_what_is_serialised_makes_the_same_plugin_again(values: dict[str, int]) 
     assert runner.enqueued[:half] == runner.enqueued[half:]
 
 
-@pytest.mark.parametrize("tokens", [TYPES.FLOAT, TYPES.HALF, TYPES.BF16])
-def test_outputs_follow_the_type_of_the_tokens(tokens: Any) -> None:
-    assert make(TOP_RHO, per_mille=10).get_output_data_types([TYPES.FLOAT, tokens]) == [tokens, TYPES.INT32]
-    assert make(DIVERSITY_SELECT, rounds=8).get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
-
-
 def test_shapes() -> None:
-    library, builder = LibraryWithFakeDimensions(), FakeExprBuilder()
-    plugin = make(TOP_RHO, library=library, per_mille=10)
-    assert plugin.get_output_shapes([["g", "n"], ["g", "n", "d"]], [], builder) == [["g", 1, "d"], ["g", "n"]]
-
+    plugin = make(TOP_RHO, library=LIBRARY, per_mille=10)
+    assert plugin.get_output_shapes([["g", "n"], ["g", "n", "d"]], [], EXPRESSIONS) == [["g", 1, "d"], ["g", "n"]]
+    assert plugin.get_workspace_size(*top_rho_io(desc=dynamic)) == 0
     inputs = [["g", "n", "d"], ["g", "n"], ["g", "r"]]
-    constant = make(DIVERSITY_SELECT, library=library, rounds=8, count=COUNT)
-    assert constant.get_output_shapes(inputs, [], builder) == [["g", COUNT]]
-    computed = make(DIVERSITY_SELECT, library=library, rounds=8)
-    assert computed.get_output_shapes(inputs, [["value of count"]], builder) == [["g", "value of count"]]
+    constant = make(DIVERSITY_SELECT, library=LIBRARY, rounds=8, count=COUNT)
+    assert constant.get_output_shapes(inputs, [], EXPRESSIONS) == [["g", COUNT]]
+    computed = make(DIVERSITY_SELECT, library=LIBRARY, rounds=8)
+    assert computed.get_output_shapes(inputs, [["value of count"]], EXPRESSIONS) == [["g", "value of count"]]
+    # Workspace is for the largest shapes.
+    assert computed.get_workspace_size(*diversity_io(desc=dynamic)) == diversity_workspace(G, N) > 0
 
 
 def accepted(plugin: Any, inputs: list[Any], outputs: list[Any]) -> list[bool]:
@@ -189,10 +186,12 @@ def accepted(plugin: Any, inputs: list[Any], outputs: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("tokens", [TYPES.FLOAT, TYPES.HALF, TYPES.BF16])
-def test_formats_that_are_taken(tokens: Any) -> None:
-    assert all(accepted(make(TOP_RHO, per_mille=10), *top_rho_io(tokens, dynamic)))
+def test_formats_that_are_taken_and_types_of_outputs(tokens: Any) -> None:
+    top, plugin = make(TOP_RHO, per_mille=10), make(DIVERSITY_SELECT, rounds=8)
+    assert top.get_output_data_types([TYPES.FLOAT, tokens]) == [tokens, TYPES.INT32]
+    assert plugin.get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
+    assert all(accepted(top, *top_rho_io(tokens, dynamic)))
     inputs, outputs = diversity_io(tokens, dynamic)
-    plugin = make(DIVERSITY_SELECT, rounds=8)
     assert all(accepted(plugin, inputs, outputs))
     # A shape input would follow the inputs.
     assert all(accepted(plugin, [*inputs, dynamic(TYPES.INT64, (1,))], outputs))
@@ -217,23 +216,17 @@ def test_formats_that_are_refused(place: int, wrong: Any) -> None:
     assert not accepted(make(DIVERSITY_SELECT, rounds=8), io[:3], io[3:])[place]
 
 
-def test_workspace_is_for_the_largest_shapes() -> None:
-    assert make(TOP_RHO, per_mille=10).get_workspace_size(*top_rho_io(desc=dynamic)) == 0
-    plugin = make(DIVERSITY_SELECT, rounds=8)
-    assert plugin.get_workspace_size(*diversity_io(desc=dynamic)) == diversity_workspace(G, N) > 0
-
-
-@pytest.mark.parametrize(("per_mille", "count"), [(10, 1), (28, 2), (1000, N)])
-def test_top_rho_is_enqueued_on_the_stream_it_is_given(per_mille: int, count: int) -> None:
-    runner = FakeRunner()
-    plugin = make(TOP_RHO, runner, per_mille=per_mille)
+def test_top_rho_is_enqueued_on_the_stream_it_is_given() -> None:
     inputs, outputs = top_rho_io(TYPES.BF16)
-    plugin.on_shape_change(inputs, outputs)
-    plugin.enqueue(inputs, outputs, [1 << 40, 2 << 40], [3 << 40, 4 << 40], 0, 99)
     addresses = {"norms": 1 << 40, "tokens": 2 << 40, "sink": 3 << 40, "outlier": 4 << 40}
-    expected = top_rho_launches(addresses, {"G": G, "N": N, "D": D, "count": count}, "bfloat16")
-    assert runner.enqueued == [(launch, 99) for launch in expected]
-    assert [(launch.kernel, launch.dtype) for launch in runner.prepared] == [("top_rho", "bfloat16")]
+    for per_mille, count in ((10, 1), (28, 2), (1000, N)):
+        runner = FakeRunner()
+        plugin = make(TOP_RHO, runner, per_mille=per_mille)
+        plugin.on_shape_change(inputs, outputs)
+        plugin.enqueue(inputs, outputs, [1 << 40, 2 << 40], [3 << 40, 4 << 40], 0, 99)
+        expected = top_rho_launches(addresses, {"G": G, "N": N, "D": D, "count": count}, "bfloat16")
+        assert runner.enqueued == [(launch, 99) for launch in expected]
+        assert [(launch.kernel, launch.dtype) for launch in runner.prepared] == [("top_rho", "bfloat16")]
 
 
 @pytest.mark.parametrize("values", [{"rounds": 2}, {"rounds": 2, "count": COUNT}])
@@ -253,6 +246,9 @@ def test_diversity_select_is_enqueued_phase_by_phase(values: dict[str, int]) -> 
 
 
 def test_registering_keeps_creators_alive_and_returns_sums_of_kernels(clean_registry: Any) -> None:
+    # The runtime finds them where they are installed.
+    (found,) = entry_points(group="sinkprune.tensorrt_plugins")
+    assert found.load() is registry.register
     expected = {"TopRho": sha256("TopRho"), "DiversitySelect": sha256("DiversitySelect")}
     assert registry.register(trt) == expected
     alive = weakref.ref(clean_registry.get_creator("TopRho", VERSION, NAMESPACE))
@@ -263,31 +259,196 @@ def test_registering_keeps_creators_alive_and_returns_sums_of_kernels(clean_regi
     assert clean_registry.get_creator("TopRho", VERSION, "") is None
 
 
-def test_the_runtime_finds_the_plugins_where_they_are_installed() -> None:
-    from importlib.metadata import entry_points
-
-    (found,) = entry_points(group="sinkprune.tensorrt_plugins")
-    assert found.load() is registry.register
-
-
-class FakeRefusingLibrary:
-    """TensorRT-RTX with a registry that rejects creators."""
-
-    __name__, __version__ = "tensorrt", "10.3.0"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(trt, name)
-
-    def get_plugin_registry(self) -> Any:
-        return self
-
-    def get_creator(self, name: str, version: str, namespace: str) -> None:
-        return None
-
-    def register_creator(self, made: Any, namespace: str) -> bool:
-        return False
-
-
 def test_a_library_that_refuses_a_creator_is_named() -> None:
+    refusing = SimpleNamespace(get_creator=lambda *_: None, register_creator=lambda *_: False)
+    content = {"__name__": "tensorrt", "__version__": "10.3.0", "get_plugin_registry": lambda: refusing}
     with pytest.raises(BackendError, match=r"tensorrt 10\.3\.0 does not register the plugin TopRho"):
-        registry.register(FakeRefusingLibrary())
+        registry.register(SimpleNamespace(**{**vars(trt), **content}))
+
+
+TOKENS, WIDTH = 80, 32
+BEFORE, SINCE = (10, 3), (10, 7)
+"""Versions of TensorRT in which functions win, and in which plugins do."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """The sanitizer of retain-64, for groups of 80 tokens."""
+    folder = tmp_path_factory.mktemp("plugin_graph")
+    spec = sanitizer_graph(TOKENS, WIDTH, parse_budget("llava", "retain-64")).save(folder, "sanitizer.onnx")
+    return onnx.load(folder / spec.file)
+
+
+def node_of(model: onnx.ModelProto, operator: str) -> onnx.NodeProto:
+    (node,) = (node for node in model.graph.node if node.op_type == operator)
+    return node
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+@pytest.mark.parametrize(("version", "functions"), [(BEFORE, set()), (SINCE, {"TopRho", "DiversitySelect"})])
+def test_nodes_are_named_for_the_parser_and_functions_that_would_win_are_stripped(
+    model: onnx.ModelProto, version: tuple[int, ...], functions: set[str]
+) -> None:
+    before = model.SerializeToString()
+    fitted = for_plugins(model, version)
+    named = {"plugin_namespace": b"sinkprune", "plugin_version": b"1"}
+    assert attributes(node_of(fitted, "TopRho")) == {"per_mille": 10, **named}
+    node = node_of(fitted, "DiversitySelect")
+    assert attributes(node) == {"rounds": 8, "count": 64 * TOKENS // 576, **named}
+    assert len(node.input) == 3
+    assert {function.name for function in fitted.functions} == functions
+    assert model.SerializeToString() == before
+
+
+def test_a_computed_count_is_a_shape_input(model: onnx.ModelProto) -> None:
+    changed = deepcopy(model)
+    node_of(changed, "DiversitySelect").input[3] = "count"
+    changed.graph.input.append(helper.make_tensor_value_info("count", TensorProto.INT64, [1]))
+    node = node_of(for_plugins(changed, BEFORE), "DiversitySelect")
+    assert attributes(node)["tensorrt_plugin_shape_input_indices"] == [3]
+    assert "count" not in attributes(node)
+    assert list(node.input)[3:] == ["count"]
+
+
+class TopRho(OpRun):
+    """The plugin's node, by the numpy reference."""
+
+    op_domain = "sinkprune"
+
+    def _run(self, norms: Array, tokens: Array, per_mille: int, **names: str) -> tuple[Array, Array]:
+        count = max(1, -(-norms.shape[1] * per_mille // 1000))
+        top = [reference.largest(row, count) for row in norms]
+        mask = np.zeros(norms.shape, np.int32)
+        for group, index in enumerate(top):
+            mask[group, index] = 1
+        sink = np.stack([rows[index].mean(axis=0, keepdims=True) for rows, index in zip(tokens, top, strict=True)])
+        return sink.astype(tokens.dtype), mask
+
+
+class DiversitySelect(OpRun):
+    """The plugin's node, by the numpy reference, with the inputs of the plugin."""
+
+    op_domain = "sinkprune"
+
+    def _run(
+        self, tokens: Array, candidate: Array, reserved: Array, rounds: int, count: int, **names: str
+    ) -> tuple[Array]:
+        assert (candidate.dtype, reserved.dtype) == (np.int32, np.int64)
+        chosen = [
+            sorted(reference.diversity(rows, np.flatnonzero(mask).tolist(), kept.tolist(), count, rounds))
+            for rows, mask, kept in zip(tokens, candidate, reserved, strict=True)
+        ]
+        return (np.array(chosen),)
+
+
+def test_the_fitted_graph_computes_what_the_exported_one_does(model: onnx.ModelProto) -> None:
+    rng = np.random.default_rng(4)
+    tokens = rng.normal(size=(2, TOKENS, WIDTH)).astype(np.float32)
+    inputs = {
+        "tokens": tokens,
+        "norms": np.linalg.norm(tokens, axis=-1),
+        "salience": rng.random((2, TOKENS), dtype=np.float32),
+    }
+    fitted = for_plugins(model, BEFORE)
+    onnx.checker.check_model(fitted)
+    expected = ReferenceEvaluator(model).run(None, inputs)
+    found = ReferenceEvaluator(fitted, new_ops=[TopRho, DiversitySelect]).run(None, inputs)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_nodes_without_a_name_of_their_own_or_a_plugin_are_refused(model: onnx.ModelProto) -> None:
+    changed = deepcopy(model)
+    node = node_of(changed, "TopRho")
+    node.op_type = "TopTau"
+    with pytest.raises(EnginesError, match=r"no plugin is known for node 'TopRho_node_0', TopTau .* TopRho, Divers"):
+        for_plugins(changed, SINCE)
+    node.name = node_of(changed, "DiversitySelect").name
+    with pytest.raises(EnginesError, match="2 nodes of domain sinkprune and 1 names"):
+        for_plugins(changed, SINCE)
+    node.name = ""
+    with pytest.raises(EnginesError, match="each needs its own"):
+        custom_nodes(changed)
+
+
+TOP, DIVERSE = "TopRho_node_0", "DiversitySelect_node_14"
+
+
+def test_nodes_that_the_real_parser_inlines_are_functions(model: onnx.ModelProto) -> None:
+    log = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    assert trt.OnnxParser(network, log).parse(model.SerializeToString())
+    assert realisations(model, network, trt) == {TOP: "function", DIVERSE: "function"}
+
+
+def network_of(*layers: tuple[str, Any, str]) -> Any:
+    """Return a network of full TensorRT with these layers, which may be plugins."""
+    made = [SimpleNamespace(name=name, type=kind, metadata=f"[ONNX Layer: {words}]") for name, kind, words in layers]
+    return SimpleNamespace(num_layers=len(made), get_layer=made.__getitem__)
+
+
+def test_plugins_differ_from_functions(model: onnx.ModelProto) -> None:
+    top, diverse = ((name, trt.LayerType.PLUGIN_V3, name) for name in (TOP, DIVERSE))
+    for version, realisation in ((SINCE, "plugin"), (BEFORE, "stripped")):
+        found = realisations(for_plugins(model, version), network_of(top, diverse), trt)
+        assert found == {TOP: realisation, DIVERSE: realisation}
+    inlined = ("Div_2", trt.LayerType.ELEMENTWISE, "Div_2 | Local Function: DiversitySelect")
+    assert realisations(model, network_of(top, inlined), trt) == {TOP: "plugin", DIVERSE: "function"}
+    with pytest.raises(EnginesError, match=f"no layer of TensorRT's network stands for node '{DIVERSE}'"):
+        realisations(model, network_of(top, (DIVERSE, trt.LayerType.CAST, DIVERSE)), trt)
+
+
+PARSE = """
+import sys
+import tensorrt_rtx as trt
+from sinkprune.engines.plugins.launches import NAMESPACE, PLUGINS
+from sinkprune.engines.plugins.plugin_v3 import creator
+
+plugin = PLUGINS[sys.argv[2]]
+
+class Talking(type(creator(trt, plugin, None))):
+    def create_plugin(self, name, fields, phase):
+        values = {field.name: (field.type.name, field.data.tolist()) for field in fields}
+        plugin = super().create_plugin(name, fields, phase)
+        print("created", plugin.plugin_name, "for", name, values, phase.name, flush=True)
+        return plugin
+
+made = Talking(trt, plugin, None)
+assert trt.get_plugin_registry().register_creator(made, NAMESPACE)
+log = trt.Logger(trt.Logger.ERROR)
+network = trt.Builder(log).create_network(0)
+with open(sys.argv[1], "rb") as file:
+    trt.OnnxParser(network, log).parse(file.read())
+"""
+
+
+@pytest.mark.parametrize("version", [BEFORE, SINCE])
+@pytest.mark.parametrize(
+    ("operator", "created"),
+    [
+        ("TopRho", "created TopRho for TopRho_node_0 {'per_mille': ('INT32', [10])} BUILD"),
+        (
+            "DiversitySelect",
+            "created DiversitySelect for DiversitySelect_node_14 {'rounds': ('INT32', [8]), 'count': ('INT32', [8])} "
+            "BUILD",
+        ),
+    ],
+)
+def test_the_real_parser_creates_our_plugin(
+    model: onnx.ModelProto, tmp_path: Path, version: tuple[int, ...], operator: str, created: str
+) -> None:
+    """TensorRT-RTX, like TensorRT since 10.7, prefers the plugin to a function in the file."""
+    fitted = for_plugins(model, version)
+    # The other node needs its function, because it has no plugin here.
+    others = [function for function in model.functions if function.name != operator]
+    if version < SINCE:
+        fitted.functions.extend(others)
+    path = tmp_path / "fitted.onnx"
+    path.write_bytes(fitted.SerializeToString())
+    command = [sys.executable, "-c", PARSE, str(path), operator]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert created in result.stdout, result.stdout + result.stderr

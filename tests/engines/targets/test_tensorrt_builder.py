@@ -1,11 +1,16 @@
-"""The checks of the builder for every graph, with TensorRT-RTX, which builds without a GPU."""
+"""The builders of TensorRT-RTX, which builds without a GPU, and of full TensorRT, as far as it runs without a GPU.
+
+TensorRT-RTX with another version has the place of full TensorRT, and a stand-in that of a GPU.
+"""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +21,19 @@ if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
 import onnx
+import tensorrt_rtx
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.engines.plugins import plugin_v3 as registry
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob, EngineFacts
-from sinkprune.engines.targets.tensorrt import TensorRTRTX
+from sinkprune.engines.targets import tensorrt as tensorrt_libraries
+from sinkprune.engines.targets.tensorrt import TensorRT, TensorRTRTX
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
 
@@ -33,8 +41,18 @@ LIMITS = Limits(prompt_tokens=60, new_tokens=20, images=1)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_random(tmp_path_factory.mktemp("small"), budgets=("retain-64",), precision="fp16")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    @cache
+    def get(dialect: str = "opset24", precision: str = "fp16") -> Bundle:
+        folder = tmp_path_factory.mktemp(dialect)
+        return export_random(folder, budgets=("retain-64",), dialect=dialect, precision=precision)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def small(bundles: Callable[..., Bundle]) -> Bundle:
+    return bundles()
 
 
 @pytest.fixture
@@ -78,9 +96,7 @@ def test_an_operator_the_parser_does_not_know(head: Callable[..., BuildJob], tmp
         del node.input[1:]
 
     message = refusal(head(change), tmp_path / "engine")
-    assert "tensorrt-rtx 1." in message
-    assert "does not parse" in message
-    assert "node 'strange_node' (Det)" in message
+    assert all(said in message for said in ("tensorrt-rtx 1.", "does not parse", "node 'strange_node' (Det)"))
 
 
 def test_an_input_no_layer_reads(head: Callable[..., BuildJob], small: Bundle, tmp_path: Path) -> None:
@@ -111,8 +127,7 @@ def test_other_outputs_than_the_bundle_s_are_refused(
 def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., BuildJob], tmp_path: Path) -> None:
     upside_down = {"prefill": {"hidden": Range((1, 9, 256), (1, 8, 256), (1, 7, 256))}}
     message = refusal(head(optimisation_profiles=upside_down), tmp_path / "engine")
-    assert "refuses the optimisation profile 'prefill'" in message
-    assert "MIN<=OPT<=MAX" in message
+    assert "refuses the optimisation profile 'prefill'" in message and "MIN<=OPT<=MAX" in message
     assert "cudaError" not in message
 
 
@@ -135,3 +150,105 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
     build(job, tmp_path / "engine")
     # Code takes some 5 MB.
     assert (tmp_path / "engine").stat().st_size < 1.4 * weights
+
+
+Libraries = Callable[..., TensorRT]
+
+
+class FakeConfig:
+    """A builder's configuration with bytes as timing caches; `b"foreign"` is of another GPU."""
+
+    cache = b""
+
+    def create_timing_cache(self, serialised: bytes) -> bytes:
+        return serialised
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        if cache == b"foreign":
+            return False
+        self.cache = cache
+        return True
+
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: self.cache + b" timed")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libraries:
+    """Return a function that makes `TensorRT` of a version, on a GPU of a compute capability."""
+
+    def get(version: str = "10.16.2", compute_capability: int = 86) -> TensorRT:
+        trt = SimpleNamespace(**{**vars(tensorrt_rtx), "__version__": version})
+        monkeypatch.setattr(tensorrt_libraries, "import_tensorrt", lambda name: trt)
+        # A GPU with 7 GB free; nothing runs on it.
+        gpu = SimpleNamespace(
+            name="Fake RTX", compute_capability=compute_capability, memory=lambda: (7_000_000_000, 8_000_000_000)
+        )
+        monkeypatch.setattr(tensorrt_libraries, "open_device", lambda: gpu)
+        return TensorRT(tmp_path / "engines.timing-cache")
+
+    return get
+
+
+def test_opset24_needs_10_15(library: Libraries, bundles: Callable[..., Bundle]) -> None:
+    library("10.15.1").check_bundle(bundles("opset24"))
+    for version in ("10.3.0", "10.14.1"):
+        with pytest.raises(EnginesError) as caught:
+            library(version).check_bundle(bundles("opset24"))
+        message = str(caught.value)
+        assert f"needs TensorRT 10.15 or later; {version} is installed here" in message
+        assert "-o BUNDLE --precision fp16 --dialect opset20 --random-weights" in message
+
+
+def test_fp32_attention_is_refused_its_lowering_is_not(library: Libraries, bundles: Callable[..., Bundle]) -> None:
+    with pytest.raises(EnginesError, match=r"is fp32, and tensorrt compiles ONNX's Attention in fp16 only"):
+        library().check_bundle(bundles("opset24", "fp32"))
+    library("10.3.0").check_bundle(bundles("opset20", "fp32"))
+
+
+def test_memory_of_a_board_is_one(library: Libraries) -> None:
+    system, gpu = library(compute_capability=86).memories()
+    assert (system.activations, gpu.activations) == (False, True)
+    assert (gpu.name, gpu.free) == ("memory of Fake RTX", 7_000_000_000)
+    for board in (87, 110):
+        (shared,) = library(compute_capability=board).memories()
+        assert shared.activations
+        assert shared.copies == system.copies + gpu.copies
+
+
+def test_the_timing_cache_is_reused_where_it_fits(library: Libraries) -> None:
+    trt, cache = library(), lambda: (trt._timing_cache).read_bytes()
+    config = FakeConfig()
+    trt.configure(config)
+    trt.keep_timings(config)
+    assert cache() == b" timed"
+    trt.configure(config)
+    assert config.cache == b" timed"
+    trt.keep_timings(config)
+    assert cache() == b" timed timed"
+    trt._timing_cache.write_bytes(b"foreign")
+    trt.configure(config)
+    assert config.cache == b""
+
+
+def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
+    library: Libraries, bundles: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def register_for_build(trt: Any, sm: int) -> dict[str, str] | None:
+        asked.append(sm)
+        return {"TopRho": "sum"} if sm >= 80 else None
+
+    monkeypatch.setattr(registry, "register_for_build", register_for_build)
+    trt, source = library("10.3.0", 87), bundles("opset20")
+    plain = onnx.load(file_of(source, "head"), load_external_data=False)
+    assert trt.fit(plain) is plain
+    assert (trt.plugins, asked) == ({}, [])
+    sanitizer = onnx.load(file_of(source, "sinkpruner/retain-64/sanitizer"), load_external_data=False)
+    fitted = trt.fit(sanitizer)
+    assert sanitizer.functions
+    assert not fitted.functions
+    assert (trt.plugins, asked) == ({"TopRho": "sum"}, [87])
+    assert library("10.3.0", 75).fit(sanitizer) is sanitizer

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -48,7 +49,6 @@ from sinkprune.runtime.backends.small_graphs import (
 )
 from sinkprune.runtime.frames import FrameForm
 from sinkprune.runtime.frames.graphs import bilinear_form, patch_form, square_form
-from support.models.manifests import file_of
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.
@@ -60,40 +60,31 @@ COMPUTE_CAPABILITIES = (86, 89, 120)
 LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """A bundle, and the graphs of it to compile.
+class Graphs(NamedTuple):
+    """A bundle, and graphs of it to compile, which differ in the order of operators or in the inputs of a profile.
 
-    A build sees nothing but a graph's file and its optimisation profiles: `distinct` differ in one or the other. Most
-    differ in numbers alone, e.g. in how many tokens they keep. `one_of_each` differ in the order of operators or in
-    the inputs that have a profile.
+    Most graphs differ in numbers alone, e.g. in how many tokens they keep.
     """
 
     bundle: Bundle
-    distinct: frozenset[str]
     one_of_each: frozenset[str]
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Graphs]:
     """Every method at every budget, in a dialect and a precision."""
-    made: dict[tuple[str, str], Graphs] = {}
 
+    @cache
     def get(dialect: str, precision: str) -> Graphs:
-        if (dialect, precision) not in made:
-            folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
-            methods = every_method(DEEP) if precision == "fp16" else {}
-            options = {"budgets": BUDGETS, "dialect": dialect, **methods}
-            bundle = export_random(folder, DEEP, precision=precision, **options)
-            distinct: dict[object, str] = {}
-            one_of_each: dict[object, str] = {}
-            for graph, profiles in optimisation_profiles(bundle.manifest, LIMITS).items():
-                distinct.setdefault((file_of(bundle, graph).read_bytes(), repr(profiles)), graph)
-                inputs = {name: tuple(ranges) for name, ranges in profiles.items()}
-                one_of_each.setdefault((operators(bundle, graph), repr(inputs)), graph)
-            sets = (frozenset(graphs.values()) for graphs in (distinct, one_of_each))
-            made[dialect, precision] = Graphs(bundle, *sets)
-        return made[dialect, precision]
+        methods = every_method(DEEP) if precision == "fp16" else {}
+        options = {"budgets": BUDGETS, "dialect": dialect, **methods}
+        folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
+        bundle = export_random(folder, DEEP, precision=precision, **options)
+        one_of_each: dict[object, str] = {}
+        for graph, profiles in optimisation_profiles(bundle.manifest, LIMITS).items():
+            inputs = {name: tuple(ranges) for name, ranges in profiles.items()}
+            one_of_each.setdefault((operators(bundle, graph), repr(inputs)), graph)
+        return Graphs(bundle, frozenset(one_of_each.values()))
 
     return get
 
@@ -206,7 +197,7 @@ UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid"
 
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
-    # test_trt10_operators.py checks all of opset20 for TensorRT 10.3.
+    # test_family_engines.py checks all of opset20 for TensorRT 10.3.
     slow_except(
         {("opset24", "fp16", "sinkpruner"), *product(["opset20"], ["fp16"], UNLIKE)},
         [*product(DIALECTS, ["fp16"], ALL_METHODS), ("opset20", "fp32", "sinkpruner")],

@@ -1,29 +1,46 @@
-"""Bags that the library rosbags writes, whole and damaged."""
+"""Bags and pictures that the library rosbags writes, whole and damaged."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import lz4.frame
 import mcap.writer
 import numpy as np
 import pytest
 import zstandard
+from PIL import Image
 from rosbags.rosbag2 import CompressionMode
 
 from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.jetson.bags.bag import open_bag, read_frame
-from sinkprune.jetson.bags.bag_file import DamagedError
-from sinkprune.jetson.bags.mcap_file import decompressed
-from support.models.bags import IMAGE, PERIOD_NS, START_NS, TOPIC, Said, Storage, raw_image, text, write_bag
+from sinkprune.jetson.bags.bag_files import DamagedError, decompressed
+from sinkprune.runtime.media.images import largest_of_16_bits
+from support.models.bags import (
+    COMPRESSED,
+    IMAGE,
+    PERIOD_NS,
+    START_NS,
+    TOPIC,
+    Said,
+    Storage,
+    compressed_image,
+    raw_image,
+    text,
+    typestore,
+    write_bag,
+)
 
 STORAGES: tuple[Storage, ...] = ("mcap", "sqlite3")
 COUNT = 6
@@ -137,17 +154,12 @@ def test_files_are_read_in_the_order_of_the_metadata_or_of_their_numbers(tmp_pat
     frames = [one for one in said() if one.topic == TOPIC]
     folder = tmp_path / "all"
     folder.mkdir()
-    for number in (0, 9, 10):
-        part = write_bag(
-            tmp_path / f"part{number}", frames[min(number, 4) : min(number, 4) + (4 if number == 0 else 1)]
-        )
+    for number, own in ((0, frames[:4]), (9, frames[4:5]), (10, frames[5:])):
+        part = write_bag(tmp_path / f"part{number}", own)
         shutil.copy(only_file(part), folder / f"all_{number}.mcap")
-    times = [0, 1, 2, 3, 4, 4]
-    assert read(folder) == (times, None)
-    (folder / "metadata.yaml").write_text(
-        "rosbag2_bagfile_information:\n  relative_file_paths: [all/all_10.mcap, all_0.mcap]\n"
-    )
-    assert read(folder) == ([4, 0, 1, 2, 3], None)
+    assert read(folder) == ([0, 1, 2, 3, 4, 5], None)
+    (folder / "metadata.yaml").write_text("a:\n  relative_file_paths: [all/all_10.mcap, all_0.mcap]\n")
+    assert read(folder) == ([5, 0, 1, 2, 3], None)
 
 
 @pytest.mark.parametrize("compression", [*mcap.writer.CompressionType])
@@ -218,11 +230,6 @@ def test_a_sqlite3_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> N
     assert damage is not None and "is damaged: " in damage and str(path) in damage
 
 
-def wrong_sqlite(path: Path, statement: str) -> None:
-    with closing(sqlite3.connect(path)) as database:
-        database.executescript(statement)
-
-
 ENDLESS = (
     "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS id, 1 AS topic_id, 1 AS timestamp, "
 )
@@ -240,7 +247,8 @@ RENAMED = "ALTER TABLE messages RENAME TO m;"
 )
 def test_a_sqlite3_file_with_programs_in_place_of_tables_is_rejected(statement: str, tmp_path: Path) -> None:
     path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
-    wrong_sqlite(path, statement)
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(statement)
     with pytest.raises(BagError, match="has no plain table 'messages'"):
         open_bag(path)
 
@@ -280,23 +288,21 @@ def test_what_is_no_bag_is_rejected(make: Callable[[Path], object], said_: str, 
         open_bag(tmp_path / "bag")
 
 
-@pytest.mark.parametrize(
-    ("metadata", "said_"),
-    [
+def test_wrong_metadata_is_rejected(tmp_path: Path) -> None:
+    names = ["*a", "[a.db3, *a]", "[[a.db3]]", "{a.db3: b.db3}", "[]", f"[{'a' * 2000}]", "&b [*b]", "[[1]]"]
+    for metadata, said_ in (
         ("[", "is not YAML"),
         ("[" * 5000, "is not YAML"),
         ("!!python/object/apply:os.system [ls]", "lists no files"),
         ("[]", "bag reindex"),
         ("a: 1", "lists no files"),
-        ("rosbag2_bagfile_information: {relative_file_paths: [[1]]}", "lists no files"),
         ("rosbag2_bagfile_information: {relative_file_paths: [x.mcap]}", "is missing"),
         ("rosbag2_bagfile_information: {relative_file_paths: [x.db3.zstd]}", "is missing"),
-    ],
-)
-def test_wrong_metadata_is_rejected(metadata: str, said_: str, tmp_path: Path) -> None:
-    (tmp_path / "metadata.yaml").write_text(metadata)
-    with pytest.raises(BagError, match=said_):
-        open_bag(tmp_path)
+        *((f"a: &a [b.db3]\nb:\n  relative_file_paths: {files}\n", "lists no files") for files in names),
+    ):
+        (tmp_path / "metadata.yaml").write_text(metadata)
+        with pytest.raises(BagError, match=said_):
+            open_bag(tmp_path)
 
 
 def test_a_topic_without_pictures_is_rejected(tmp_path: Path) -> None:
@@ -343,3 +349,97 @@ def test_wrong_bytes_are_read_or_rejected(storage: Storage, tmp_path: Path) -> N
                 read_frame(kind, message.data)
         ends["damaged" if bag.damage else "whole"] += 1
     assert ends["whole"] and ends["damaged"] + ends["rejected"], ends
+
+
+HEIGHT, WIDTH = 5, 7
+RGB = np.random.default_rng(3).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+ALPHA = np.full((HEIGHT, WIDTH, 1), 9, np.uint8)
+DEEP = np.random.default_rng(4).integers(0, 65536, (HEIGHT, WIDTH), np.uint16)
+
+
+def data_of(message: Any, little_endian: bool = True) -> bytes:
+    return bytes(typestore().serialize_cdr(message, message.__msgtype__, little_endian=little_endian))
+
+
+def pixels(message: Any, little_endian: bool = True) -> np.ndarray[Any, Any]:
+    frame = read_frame(message.__msgtype__, data_of(message, little_endian))
+    assert frame.picture.mode == "RGB" and frame.frame_id == "camera"
+    assert frame.seconds * 10**9 + frame.nanoseconds == START_NS - 5_000_000
+    return np.asarray(frame.picture)
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_every_encoding_has_its_pixels(big: bool) -> None:
+    """Values of 16 bits are divided by 257. Padding at the end of rows is left out."""
+    deep = DEEP.astype(">u2" if big else "<u2")
+    grey, scaled = RGB[..., :1], ((DEEP.astype(np.uint32) + 128) // 257)[..., None]
+    for encoding, given, expected in (
+        ("rgb8", RGB, RGB),
+        ("bgr8", RGB[..., ::-1], RGB),
+        ("rgba8", np.concatenate([RGB, ALPHA], 2), RGB),
+        ("bgra8", np.concatenate([RGB[..., ::-1], ALPHA], 2), RGB),
+        ("mono8", RGB[..., 0], np.repeat(grey, 3, 2)),
+        # What cv_bridge writes of a grey array without a name of an encoding
+        ("8UC1", RGB[..., 0], np.repeat(grey, 3, 2)),
+        ("mono16", deep, np.repeat(scaled, 3, 2)),
+        ("16UC1", deep, np.repeat(scaled, 3, 2)),
+    ):
+        rows = np.ascontiguousarray(given).view(np.uint8).reshape(HEIGHT, -1)
+        padded = np.pad(rows, ((0, 0), (0, 5)), constant_values=77)
+        padding = {"step": padded.shape[1], "data": padded.ravel()}
+        for fields in ({}, padding):
+            message = raw_image(given, encoding, is_bigendian=int(big), **fields)
+            assert all(np.array_equal(pixels(message, little), expected) for little in (True, False)), encoding
+        is_deep = largest_of_16_bits(read_frame(IMAGE, data_of(message)).picture) is not None
+        assert is_deep == encoding.startswith(("mono16", "16"))
+
+
+def test_compressed_pictures(photo: Image.Image) -> None:
+    small = photo.resize((64, 48))
+    assert np.array_equal(pixels(compressed_image(small, "png")), np.asarray(small))
+    assert np.array_equal(pixels(compressed_image(small, "png", name="png"), False), np.asarray(small))
+    assert np.abs(pixels(compressed_image(small)).astype(int) - np.asarray(small)).mean() < 8
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (raw_image(RGB, "bayer_rggb8"), "the encoding is 'bayer_rggb8', expected one of rgb8, bgr8"),
+        (raw_image(RGB, "rgb8", width=0), "0x5 pixels"),
+        (raw_image(RGB, "rgb8", step=20), "rows of 20 bytes and 105 bytes in all, expected rows of 21 or more"),
+        (raw_image(RGB, "rgb8", height=6), "7x6 pixels in rgb8, rows of 21 bytes and 105 bytes"),
+        (raw_image(RGB, "rgb8", height=1_000_000_000), "7x1000000000 pixels, expected 1 to 67108864"),
+        (raw_image(RGB, "rgb8", height=4), "105 bytes in all"),
+        (raw_image(RGB, "x" * 1000), "has a text of 1001 bytes, expected at most 1000"),
+        (compressed_image(Image.new("RGB", (4, 4)), "png", name="16UC1; compressedDepth png"), "compressedDepth"),
+    ],
+)
+def test_a_wrong_picture_is_rejected(message: Any, said: str) -> None:
+    data = data_of(message)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImageError, match=re.escape(said)):
+            read_frame(message.__msgtype__, data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_message_that_is_cut_off_or_no_cdr_is_rejected() -> None:
+    whole = data_of(raw_image(RGB, "rgb8"))
+    for length in range(len(whole)):
+        with pytest.raises(ImageError, match=r"is cut off|is neither CDR"):
+            read_frame(IMAGE, whole[:length])
+    for head in (b"\0\2\0\0", b"\1\1\0\0"):
+        with pytest.raises(ImageError, match="is neither CDR nor compressed"):
+            read_frame(IMAGE, head + whole[4:])
+    for damaged in (zstandard.compress(whole)[:-9], lz4.frame.compress(whole)[:-9], zstandard.compress(b"")):
+        with pytest.raises(ImageError, match=r"the message is damaged|is neither CDR"):
+            read_frame(IMAGE, damaged)
+    # The length of the data says 4 GB.
+    place = whole.rindex(struct.pack("<I", 105))
+    with pytest.raises(ImageError, match="a field has 4294967295 bytes, and 105 are left"):
+        read_frame(IMAGE, whole[:place] + b"\xff\xff\xff\xff" + whole[place + 4 :])
+    jpeg = data_of(compressed_image(Image.new("RGB", (64, 64))))
+    with pytest.raises(ImageError, match="is cut off"):
+        read_frame(COMPRESSED, jpeg[:-40])

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,37 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 from sinkprune import Pipeline, overlay
 from sinkprune.jetson import replay as command
 from sinkprune.jetson.bags.answers_file import FrameResult, Journal
-from support.models.bags import PERIOD_NS, START_NS, TOPIC, Said, frames, raw_image, write_bag, write_metadata
+from support.models.bags import (
+    COMPRESSED,
+    PERIOD_NS,
+    START_NS,
+    TOPIC,
+    Said,
+    frames,
+    raw_image,
+    text,
+    write_bag,
+    write_metadata,
+)
 from support.programs.commands import assert_refused, own_process, run
 from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages
 
 
-def metadata(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        (found,) = make_reader(file).iter_metadata()
-    assert found.name == "sinkprune"
-    return found.metadata
+@pytest.fixture(scope="module")
+def model(bundle: Callable[..., Path]) -> Path:
+    return bundle("gqa-112", "fp32", ("retain-64",))
+
+
+@pytest.fixture(scope="module")
+def pictures(photo: Image.Image) -> list[Image.Image]:
+    """Five views of the photo, so that answers differ."""
+    return [photo.crop((90 * number, 40, 90 * number + 200, 190)) for number in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def bag(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    said = [Said("/words", START_NS, text("hello")), *frames(pictures)]
+    return write_bag(tmp_path_factory.mktemp("bags") / "drive", said)
 
 
 def test_every_answer_has_its_frame_s_time_and_the_pipeline_s_text(
@@ -42,12 +64,10 @@ def test_every_answer_has_its_frame_s_time_and_the_pipeline_s_text(
     assert outcome.code == 0, outcome.stderr
     pipeline, found = Pipeline.load(model), messages(out)
     times = [START_NS + number * PERIOD_NS for number in range(COUNT)]
-    assert {topic: [time for time, _ in said] for topic, said in found.items()} == dict.fromkeys(
-        (ANSWER, FIGURES, OVERLAY), times
-    )
-    answers = [
-        pipeline.generate(picture, "What is this?", budget="retain-64", max_new_tokens=3) for picture in pictures
-    ]
+    stamps = {topic: [time for time, _ in said] for topic, said in found.items()}
+    assert stamps == dict.fromkeys((ANSWER, FIGURES, OVERLAY), times)
+    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 3}
+    answers = [pipeline.generate(picture, "What is this?", **options) for picture in pictures]
     assert len({answer.text for answer in answers}) > 1
     lines = outcome.stdout.splitlines()
     for number, answer in enumerate(answers):
@@ -77,23 +97,16 @@ def test_rosbags_reads_the_output_by_its_own_definitions(model: Path, bag: Path,
     out = tmp_path / "bag" / "out.mcap"
     out.parent.mkdir()
     assert run("sinkprune-replay", model, bag, *QUESTION, "--budget", "retain-64", "-o", out).code == 0
-    types = {
-        ANSWER: "std_msgs/msg/String",
-        FIGURES: "sinkprune_msgs/msg/Figures",
-        OVERLAY: "sensor_msgs/msg/CompressedImage",
-    }
+    types = {ANSWER: "std_msgs/msg/String", FIGURES: "sinkprune_msgs/msg/Figures", OVERLAY: COMPRESSED}
     write_metadata(out, types, 3 * COUNT)
     expected, store = messages(out), get_typestore(Stores.ROS2_HUMBLE)
     with Reader(out.parent) as reader:
         kinds = {connection.topic: connection for connection in reader.connections}
         assert {topic: connection.msgtype for topic, connection in kinds.items()} == types
-        for topic in (ANSWER, OVERLAY):
-            known, _ = store.generate_msgdef(kinds[topic].msgtype, ros_version=2)
-            given = get_types_from_msg(kinds[topic].msgdef.data, kinds[topic].msgtype)
-            assert (
-                given[kinds[topic].msgtype][1]
-                == get_types_from_msg(known, kinds[topic].msgtype)[kinds[topic].msgtype][1]
-            )
+        for kind in (types[ANSWER], types[OVERLAY]):
+            known, _ = store.generate_msgdef(kind, ros_version=2)
+            (own,) = (each.msgdef.data for each in kinds.values() if each.msgtype == kind)
+            assert get_types_from_msg(own, kind)[kind][1] == get_types_from_msg(known, kind)[kind][1]
         definition = get_types_from_msg(kinds[FIGURES].msgdef.data, kinds[FIGURES].msgtype)
         store.register({name: fields for name, fields in definition.items() if name not in store.fielddefs})
         for connection, time_ns, data in reader.messages():
@@ -128,7 +141,10 @@ def test_frames_are_counted_in_the_json_and_in_the_metadata(
     assert "the encoding is 'yuv422'" in failure["reason"]
     assert "warning: 1 frame could not be decoded. Frame 6: the encoding is 'yuv422'" in outcome.stderr
     assert "no overlays were drawn" in outcome.stderr
-    written = metadata(out)
+    with out.open("rb") as file:
+        (record,) = make_reader(file).iter_metadata()
+    assert record.name == "sinkprune"
+    written = record.metadata
     for name in ("frames", "failures", "ms", "damage"):
         assert json.loads(written[name]) == report[name]
     assert (written["topic"], written["prompt"], written["budget"]) == (TOPIC, "What is this?", "none")

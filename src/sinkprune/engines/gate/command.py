@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None) -> None:
         built.engines.verify(progress.part)
         recording = record(bundle, question, Path(folder) / "recording", progress)
         own = engines_alone(options.engines, trust)
-        report = check_engines(built, own, backend, question, recording, progress)
+        report = check_engines(built, own, backend, recording, progress)
     write_result(options.json, to_json(report), lambda: print_report(report))
     refused = first_refusal(report, built.engines.manifest)
     if refused is not None:
@@ -89,13 +89,8 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="the folder that the engines were built from")
     add("engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build")
-    add(
-        "--image",
-        type=Path,
-        action="append",
-        required=True,
-        help="an image file to ask about, or a camera's frame; may be repeated",
-    )
+    words = "an image file to ask about, or a camera's frame; may be repeated"
+    add("--image", type=Path, action="append", required=True, help=words)
     add("--prompt", default=PROMPT, help=f"the question, or a policy's instruction (default: {PROMPT})")
     add("--backend", choices=[*KNOWN], help="the backend of the engines (default: the one they are built for)")
     add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: the type of the computation (default: fastest)")

@@ -30,6 +30,8 @@ from sinkprune.engines.gate.recording import (
     record,
 )
 from sinkprune.engines.gate.report import (
+    CHUNKS,
+    GAPS,
     ROUNDINGS,
     TIE,
     ChunkReport,
@@ -38,8 +40,6 @@ from sinkprune.engines.gate.report import (
     OutputKind,
     Rounding,
     TextReport,
-    chunk_limit,
-    gap_limit,
     kind_of,
     limit_of,
     output_report,
@@ -93,10 +93,9 @@ def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording:
             "Export the bundle again."
         )
     rounding = rounding_of(graph, manifest, backend.compute)
-    reports = {}
-    for name, parts in differences.items():
-        kind = kinds[name]
-        reports[name] = output_report(kind, np.concatenate(parts), limit_of(kind, rounding), ties)
+    reports = {
+        name: output_report(kinds[name], np.concatenate(parts), rounding, ties) for name, parts in differences.items()
+    }
     return GraphReport(rounding, calls, reports)
 
 
@@ -154,20 +153,16 @@ def _selects_otherwise(kinds: Mapping[str, OutputKind], differences: Mapping[str
 
 
 def compare_texts(
-    pipeline: Pipeline,
-    question: GateQuestion,
-    recording: Recording,
-    rounding: Rounding,
-    on_token: Callable[[], None] = lambda: None,
+    pipeline: Pipeline, recording: Recording, rounding: Rounding, on_token: Callable[[], None] = lambda: None
 ) -> list[TextReport]:
-    """Compare each answer of `recording` with that of `pipeline`, which loaded the engines, to the same `question`.
+    """Compare each answer of `recording` with that of `pipeline`, which loaded the engines, to the same question.
 
     `on_token` is called after each token of `pipeline`. Where two texts part, the graphs must find both tokens nearly
     as likely: see `gap_limit`. Raises what `Pipeline.generate` raises.
     """
     reports = []
     for number, expected in enumerate(recording.answers):
-        found, _ = answer_question(pipeline, question, expected.method, expected.budget, on_token)
+        found, _ = answer_question(pipeline, recording.question, expected.method, expected.budget, on_token)
         equal = np.equal(found.token_ids, expected.token_ids)
         same, gap = len(equal), 0.0
         if not equal.all():
@@ -175,7 +170,7 @@ def compare_texts(
             logits = recording.logits(number)[same].astype(np.float64)
             gap = float((logits[expected.token_ids[same]] - logits[found.token_ids[same]]) / logits.std())
         alike = kept_alike(found, expected)
-        limit = gap_limit(rounding, alike)
+        limit = GAPS[rounding] if alike == 1 else None
         reports.append(
             TextReport(
                 method=expected.method,
@@ -194,11 +189,7 @@ def compare_texts(
 
 
 def compare_chunks(
-    act: Act,
-    question: GateQuestion,
-    recording: Recording,
-    rounding: Rounding,
-    on_chunk: Callable[[], None] = lambda: None,
+    act: Act, recording: Recording, rounding: Rounding, on_chunk: Callable[[], None] = lambda: None
 ) -> list[ChunkReport]:
     """Compare each chunk of `recording` with that of `act`, which runs the engines.
 
@@ -206,10 +197,10 @@ def compare_chunks(
     """
     reports = []
     for expected in recording.chunks:
-        found = act(question, expected.method, expected.budget)
+        found = act(recording.question, expected.method, expected.budget)
         differences = chunk_differences(found, expected)
         alike, worst = kept_alike(found, expected), float(differences.max())
-        limit = chunk_limit(rounding, alike)
+        limit = CHUNKS[rounding] if alike == 1 else None
         reports.append(
             ChunkReport(
                 method=expected.method,
@@ -276,31 +267,26 @@ _ROOM = 2
 
 
 def judged_by_noise(
-    chunks: Sequence[ChunkReport],
-    recording: Recording,
-    bundle: Bundle,
-    question: GateQuestion,
-    rounding: Rounding,
-    progress: BuildProgress,
+    chunks: Sequence[ChunkReport], recording: Recording, rounding: Rounding, progress: BuildProgress
 ) -> list[ChunkReport]:
     """Return the reports, with a larger limit where noise changes the graphs' own chunk much.
 
-    For each rejected chunk the graphs of `bundle` act again, with noise on the rows of the vision tower: as much as
-    the median row of an engine of `rounding` may differ. The limit becomes twice the largest change of the chunk, if
-    that is more. Runs that keep other tokens do not count. Without the files of the graphs nothing changes.
+    For each rejected chunk the graphs act again, with noise on the rows of the vision tower: as much as the median
+    row of an engine of `rounding` may differ. The limit becomes twice the largest change of the chunk, if that is
+    more. Runs that keep other tokens do not count. Without the files of the graphs nothing changes.
     """
+    bundle, judged = recording.bundle, list(chunks)
     complete = all((bundle.path / spec.file).exists() for spec in bundle.manifest.graphs.values())
-    rejected = [number for number, chunk in enumerate(chunks) if not chunk.passed] if complete else []
-    judged, total = list(chunks), _RUNS * len(rejected)
-    if not rejected:
+    rejected = [number for number, chunk in enumerate(chunks) if not chunk.passed]
+    if not rejected or not complete:
         return judged
     wrap = _noisy_tower(bundle, limit_of("rows", rounding).typical)
     act = load_act(bundle, load_backend(REFERENCE, compute="fp32"), None, wrap)
     for place, number in enumerate(rejected):
         chunk, expected, changes = chunks[number], recording.chunks[number], [0.0]
         for run in range(_RUNS):
-            progress.part("running the graphs with noise", place * _RUNS + run, total, "chunks")
-            found = act(question, chunk.method, chunk.budget)
+            progress.part("running the graphs with noise", place * _RUNS + run, _RUNS * len(rejected), "chunks")
+            found = act(recording.question, chunk.method, chunk.budget)
             if kept_alike(found, expected) == 1:
                 changes.append(float(chunk_differences(found, expected).max()))
         limit = max(chunk.limit or 0.0, float(f"{_ROOM * max(changes):.2g}"))
@@ -331,7 +317,6 @@ def check_engines(
     built: BuiltEngines,
     own: BuiltEngines,
     backend: Backend,
-    question: GateQuestion,
     recording: Recording,
     progress: BuildProgress = SILENT,
 ) -> GateReport:
@@ -347,7 +332,7 @@ def check_engines(
         progress.graph(graph, number, len(manifest.graphs), "comparing engines")
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        texts, chunks = _compare_together(own, built.bundle, backend, question, recording, progress)
+        texts, chunks = _compare_together(own, backend, recording, progress)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -357,7 +342,7 @@ def check_engines(
         compute=backend.compute,
         precision=manifest.precision,
         weights=manifest.weights,
-        seen_share=question.seen_shares(manifest),
+        seen_share=recording.question.seen_shares(manifest),
         graphs=graphs,
         texts=texts,
         chunks=chunks,
@@ -391,7 +376,7 @@ class Gate:
         """
         if target not in ANY_SHAPE:
             open_device()
-        self._bundle, self._recording = bundle, record(bundle, self._question, folder, progress)
+        self._recording = record(bundle, self._question, folder, progress)
 
     def check_engine(self, graph: str, built: BuiltEngines) -> None:
         """Compare the new engine of `graph` with the recorded calls. Raises `EnginesError` if it differs."""
@@ -404,18 +389,13 @@ class Gate:
         """Compare the answers or chunks of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
         backend = load_backend(backend_of(own.engines.manifest.target), None, own)
-        texts, chunks = _compare_together(own, self._bundle, backend, self._question, self._recording, progress)
+        texts, chunks = _compare_together(own, backend, self._recording, progress)
         for refused in refusals_together(texts, chunks, own.engines.manifest):
             raise EnginesError(refused)
 
 
 def _compare_together(
-    own: BuiltEngines,
-    bundle: Bundle,
-    backend: Backend,
-    question: GateQuestion,
-    recording: Recording,
-    progress: BuildProgress,
+    own: BuiltEngines, backend: Backend, recording: Recording, progress: BuildProgress
 ) -> tuple[list[TextReport], list[ChunkReport]]:
     """Compare the answers of all engines, or a policy's chunks; one takes longer than to compare an engine."""
     manifest, done = own.bundle.manifest, 0
@@ -430,7 +410,7 @@ def _compare_together(
 
     progress.part(what, 0, total, unit)
     if manifest.policy is not None:
-        chunks = compare_chunks(load_act(own.bundle, backend, own, None), question, recording, rounding, count)
-        return [], judged_by_noise(chunks, recording, bundle, question, rounding, progress)
-    pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
-    return compare_texts(pipeline, question, recording, rounding, count), []
+        chunks = compare_chunks(load_act(own.bundle, backend, own, None), recording, rounding, count)
+        return [], judged_by_noise(chunks, recording, rounding, progress)
+    pipeline = Pipeline(own.bundle, backend, own, fit=recording.question.fit)
+    return compare_texts(pipeline, recording, rounding, count), []

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -149,7 +150,7 @@ def _text_tokens(bundle: Bundle, texts: Sequence[str], layouts: Sequence[VisualL
 
 REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
-_COMPLETE = "recording.json"
+_COMPLETE, _LOGITS = "recording.json", "logits-{}.npy"
 _IN, _OUT = "in.", "out."
 # What a chat template adds to a question, generously.
 _PROMPT_TOKENS = 512
@@ -202,10 +203,12 @@ def load_act(bundle: Bundle, backend: Backend, built: BuiltEngines | None, wrap:
 class Recording:
     """A complete recording in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open a folder that `record` wrote."""
-        self._folder = folder
+    def __init__(self, folder: Path, bundle: Bundle, question: GateQuestion) -> None:
+        """Open a folder that `record` wrote for this bundle and question. Raises `ValueError` for another one."""
+        self._folder, self.bundle, self.question = folder, bundle, question
         stored = json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))
+        if stored["of"] != question.sha256(bundle):
+            raise ValueError("the recording is of another question")
         self.answers = [GateAnswer(**answer) for answer in stored["answers"]]
         """The answers at every budget, the unpruned first; empty for a policy."""
         self.chunks = [GateChunk(**chunk) for chunk in stored["chunks"]]
@@ -227,7 +230,7 @@ class Recording:
 
     def logits(self, number: int) -> Array:
         """Return [tokens,vocab] fp32, the logits of each token of the answer `number`."""
-        return np.load(_logits_file(self._folder, number), allow_pickle=False)
+        return np.load(self._folder / _LOGITS.format(number), allow_pickle=False)
 
 
 def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: BuildProgress) -> Recording:
@@ -237,18 +240,16 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
     raises, `NumericsError` for a graph whose outputs are not finite, `EnginesError` for missing graphs, and
     `TooLittleMemoryError`.
     """
-    key = question.sha256(bundle)
-    if _is_complete(folder, key):
-        return Recording(folder)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Recording(folder, bundle, question)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     plans = [(method, budget) for method, plans in bundle.manifest.plans.items() for budget in plans]
     plans.insert(0, (next(iter(bundle.manifest.plans)), UNPRUNED))
     _check_graphs_and_memory(bundle, question, plans)
-    backend, recorder = load_backend(REFERENCE, compute="fp32"), _Recorder(bundle, folder)
-    acts = bundle.manifest.policy is not None
-    act = load_act(bundle, backend, None, recorder.wrap) if acts else None
-    pipeline = None if acts else Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
+    backend, wrap = load_backend(REFERENCE, compute="fp32"), _Recorder(bundle, folder).wrap
+    act = load_act(bundle, backend, None, wrap) if bundle.manifest.policy else None
+    pipeline = None if act else Pipeline(bundle, backend, wrap=wrap, fit=question.fit)
     answers, chunks = [], []
     for number, (method, budget) in enumerate(plans):
         progress.graph(f"ONNX graphs, {budget}", number, len(plans), "running the graphs, by budget")
@@ -256,12 +257,12 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
             chunks.append(act(question, method, budget)._asdict())
         if pipeline is not None:
             answer, logits = answer_question(pipeline, question, method, budget)
-            np.save(_logits_file(folder, number), logits, allow_pickle=False)
+            np.save(folder / _LOGITS.format(number), logits, allow_pickle=False)
             answers.append(answer._asdict())
     sync_tree(folder)
-    stored = {"of": key, "answers": answers, "chunks": chunks}
+    stored = {"of": question.sha256(bundle), "answers": answers, "chunks": chunks}
     (folder / _COMPLETE).write_text(json.dumps(stored), encoding="utf-8")
-    return Recording(folder)
+    return Recording(folder, bundle, question)
 
 
 def answer_question(
@@ -364,19 +365,7 @@ def _check_graphs_and_memory(bundle: Bundle, question: GateQuestion, plans: Sequ
     tokens = _PROMPT_TOKENS + question.new_tokens
     for method, budget in plans:
         rows = schedule(manifest, method, budget, layouts)
-        need = running_need(
-            manifest, KNOWN[REFERENCE].memory, built=False, layouts=layouts, planned=rows, tokens=tokens
-        )
+        memory = KNOWN[REFERENCE].memory
+        need = running_need(manifest, memory, built=False, layouts=layouts, planned=rows, tokens=tokens)
         way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
         need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)
-
-
-def _is_complete(folder: Path, key: str) -> bool:
-    try:
-        return bool(json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))["of"] == key)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _logits_file(folder: Path, number: int) -> Path:
-    return folder / f"logits-{number}.npy"

@@ -41,29 +41,18 @@ OutputKind = Literal["rows", "values", "logits", "actions", "indices"]
 """How an output is compared: as rows of states, one value a token (norms, salience), logits, a policy's actions, or
 indices."""
 
-_LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
-    "fp32": dict.fromkeys(("rows", "values", "logits", "actions"), Limit(1e-4, 1e-3)),
-    "fp16": {
-        "rows": Limit(0.005, 0.03),
-        "values": Limit(0.01, 0.06),
-        "logits": Limit(0.003, 0.02),
-        "actions": Limit(0.004, 0.04),
-    },
-    "bf16": {
-        "rows": Limit(0.04, 0.25),
-        "values": Limit(0.1, 0.5),
-        "logits": Limit(0.01, 0.06),
-        "actions": Limit(0.08, 0.6),
-    },
-    "int8": {
-        "rows": Limit(0.06, 0.4),
-        "values": Limit(0.2, 1.5),
-        "logits": Limit(0.02, 0.12),
-        "actions": Limit(0.1, 0.7),
-    },
+_LIMITS: dict[Rounding, dict[OutputKind, tuple[float, float]]] = {
+    "fp32": dict.fromkeys(("rows", "values", "logits", "actions"), (1e-4, 1e-3)),
+    "fp16": {"rows": (0.005, 0.03), "values": (0.01, 0.06), "logits": (0.003, 0.02), "actions": (0.004, 0.04)},
+    "bf16": {"rows": (0.04, 0.25), "values": (0.1, 0.5), "logits": (0.01, 0.06), "actions": (0.08, 0.6)},
+    "int8": {"rows": (0.06, 0.4), "values": (0.2, 1.5), "logits": (0.02, 0.12), "actions": (0.1, 0.7)},
 }
-_GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
-_CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.12, "bf16": 1.2, "int8": 1.6}
+GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
+"""How much less likely the engines' token may be than the graphs', where two texts part, in standard deviations of
+the graphs' logits there. There is no limit where other tokens were kept, by another order of rounded norms."""
+CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.12, "bf16": 1.2, "int8": 1.6}
+"""How much a number of the engines' chunk may differ from the graphs', after all denoising steps, in standard
+deviations of the training data's actions."""
 TIE = 1e-5
 """A choice that relative noise of this size changes is a tie. Another order of summation changes scores by less."""
 
@@ -84,24 +73,7 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
 
 def limit_of(kind: OutputKind, rounding: Rounding) -> Limit:
     """Return the limit of an output. Of indices, except for ties, none may differ."""
-    return Limit(0, 0) if kind == "indices" else _LIMITS[rounding][kind]
-
-
-def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
-    """Return how much less likely the engines' token may be than the graphs', where two texts part.
-
-    In standard deviations of the graphs' logits there. None if other tokens were kept, by another order of rounded
-    norms, salience or scores: the texts may then differ.
-    """
-    return _GAPS[rounding] if kept_alike == 1 else None
-
-
-def chunk_limit(rounding: Rounding, kept_alike: float) -> float | None:
-    """Return how much a number of the engines' chunk may differ from the graphs', after all denoising steps.
-
-    In standard deviations of the training data's actions. None if other tokens were kept, as in `gap_limit`.
-    """
-    return _CHUNKS[rounding] if kept_alike == 1 else None
+    return Limit(0, 0) if kind == "indices" else Limit(*_LIMITS[rounding][kind])
 
 
 def kind_of(output: TensorSpec) -> OutputKind:
@@ -239,23 +211,17 @@ class GateReport:
     passed: bool
 
 
-def output_report(kind: OutputKind, errors: Array, limit: Limit, ties: int) -> OutputReport:
+def output_report(kind: OutputKind, errors: Array, rounding: Rounding, ties: int) -> OutputReport:
     """Return the report of an output from the `errors` of its rows in all calls. Only indices have `ties`."""
-    chosen = kind == "indices"
+    limit, chosen = limit_of(kind, rounding), kind == "indices"
     if chosen:
         typical = worst = float(errors.sum())
     else:
         typical, worst = (float(function(errors)) if errors.size else 0.0 for function in (np.median, np.max))
     passed = typical <= limit.typical and worst <= limit.worst
-    return OutputReport(
-        kind=kind,
-        typical=typical if isfinite(worst) else None,
-        worst=worst if isfinite(worst) else None,
-        typical_limit=limit.typical,
-        worst_limit=limit.worst,
-        ties=ties if chosen else 0,
-        passed=passed,
-    )
+    finite = isfinite(worst)
+    found, most = (typical if finite else None), (worst if finite else None)
+    return OutputReport(kind, found, most, *limit, ties if chosen else 0, passed)
 
 
 def print_report(report: GateReport) -> None:
@@ -280,7 +246,7 @@ def print_report(report: GateReport) -> None:
             _figure(output.worst),
             f"{output.worst_limit:g}",
             str(sum(each.ties for each in own.outputs.values())),
-            "passed" if own.refused is None else "REJECTED",
+            _verdict(own.refused is None),
         )
     console.print(table)
     if report.texts:
@@ -297,15 +263,13 @@ def print_report(report: GateReport) -> None:
 
 
 def _add_row(table: Table, report: TextReport | ChunkReport, place: str, found: float, limit: float | None) -> None:
-    table.add_row(
-        escaped(report.method),
-        escaped(report.budget),
-        place,
-        _figure(found),
-        "-" if limit is None else f"{limit:g}",
-        f"{100 * report.kept_alike:.1f}",
-        "not judged" if limit is None else "passed" if report.passed else "REJECTED",
-    )
+    most, verdict = ("-", "not judged") if limit is None else (f"{limit:g}", _verdict(report.passed))
+    plan = (escaped(report.method), escaped(report.budget))
+    table.add_row(*plan, place, _figure(found), most, f"{100 * report.kept_alike:.1f}", verdict)
+
+
+def _verdict(passed: bool) -> str:
+    return "passed" if passed else "REJECTED"
 
 
 def _table(*headings: str) -> Table:

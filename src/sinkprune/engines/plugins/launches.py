@@ -1,4 +1,7 @@
-"""The shipped binaries of the kernels in `kernels.py`, their launches, and a runner.
+"""The plugins of domain `sinkprune`: tensors, attributes, the shipped binaries of their kernels, launches, a runner.
+
+`plugin_v3.py` wraps the plugins for TensorRT, and `plugin_graph.py` adapts graphs to them. The function bodies of
+`sinkprune.export.pruning.functions` define what they compute.
 
 A kernel's parameters are its inputs, integers and outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL
 (NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph has casts.
@@ -18,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -128,9 +131,9 @@ def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dty
     `addresses` by name: norms [G,N] fp32, tokens [G,N,D] of `dtype`; out: sink [G,1,D] of `dtype`, outlier [G,N]
     int32, 1 or 0. `sizes` are G, N, D and `count`, which is at least 1.
     """
-    inputs, outputs = _addresses(addresses, "norms", "tokens"), _addresses(addresses, "sink", "outlier")
-    integers = _integers(sizes["N"], sizes["D"], sizes["count"])
     grid = (-(-sizes["D"] // COLUMNS), sizes["G"], 1)
+    inputs, outputs = _addresses(addresses, "norms", "tokens"), _addresses(addresses, "sink", "outlier")
+    integers = map(np.int32, (sizes["N"], sizes["D"], sizes["count"]))
     return [Launch("top_rho", dtype, grid, (*inputs, *integers, *outputs))]
 
 
@@ -150,7 +153,9 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
     """
     n, width, count = sizes["N"], sizes["D"], sizes["count"]
     batch = diversity_group(count, sizes["rounds"])
-    kernel = variant("diversity_phase", width, addresses["tokens"])
+    # Vector loads need alignment.
+    aligned = width % ALIGNMENT == 0 and addresses["tokens"] % ALIGNMENT == 0
+    kernel = "diversity_phase" if aligned else "diversity_phase_unaligned"
     inputs = _addresses(addresses, "tokens", "candidate", "reserved")
     outputs = _addresses(addresses, "chosen", "workspace")
     # Lengths, similarity to reserved tokens, then one a round.
@@ -158,22 +163,120 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
     launches = []
     for phase in range(phases):
         blocks = min(-(-n // ROWS), MOST_BLOCKS) if phase + 1 < phases else 1
-        integers = _integers(n, width, sizes["R"], count, batch, phase, phase + 1)
+        integers = map(np.int32, (n, width, sizes["R"], count, batch, phase, phase + 1))
         launches.append(Launch(kernel, dtype, (blocks, sizes["G"], 1), (*inputs, *integers, *outputs)))
     return launches
 
 
-def variant(kernel: str, width: int, tokens: int = 0) -> str:
-    """Return the name of `kernel` for rows of `width` elements at address `tokens`: vector loads need alignment."""
-    return kernel if width % ALIGNMENT == 0 and tokens % ALIGNMENT == 0 else f"{kernel}_unaligned"
+def _addresses(addresses: Mapping[str, int], *names: str) -> list[np.uint64]:
+    return [np.uint64(addresses[name]) for name in names]
 
 
-def _addresses(addresses: Mapping[str, int], *names: str) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(addresses[name]) for name in names)
+DOMAIN = "sinkprune"
+"""The ONNX domain of the nodes that plugins replace."""
+# TensorRT finds a plugin by name, version and namespace.
+NAMESPACE = "sinkprune"
+VERSION = "1"
+
+Sizes = Mapping[str, int]
+"""The sizes of a call by name: G groups of N tokens of width D, R reserved tokens, and the plugin's attributes."""
+TensorType = Literal["tokens", "float32", "int64", "mask"]
+"""The element type of a plugin's tensor. `tokens` is float32, float16 or bfloat16. A `mask` is BOOL in the graph and
+INT32 at the plugin: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
 
 
-def _integers(*values: int) -> tuple[np.int32, ...]:
-    return tuple(np.int32(value) for value in values)
+def token_types(library: Any) -> dict[Any, str]:
+    """Return the types of tokens as in `Launch.dtype`, by the member of `DataType` of `library`."""
+    types = library.DataType
+    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
+
+
+def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
+    """Return the member of `DataType` of `library` for each type of tensor, with `tokens` for that of the tokens."""
+    types = library.DataType
+    return {"tokens": tokens, "float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
+
+
+@dataclass(frozen=True)
+class PluginTensor:
+    """An input or output of a plugin."""
+
+    name: str
+    type: TensorType
+    shape: tuple[str | int, ...]
+    """The size of each dimension, fixed or by its name in `Sizes`."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """The inputs, outputs and launches of a plugin."""
+
+    name: str
+    """The name of the plugin, and the operator of the ONNX nodes that it replaces."""
+    inputs: tuple[PluginTensor, ...]
+    shape_inputs: tuple[PluginTensor, ...]
+    """Inputs after `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
+    outputs: tuple[PluginTensor, ...]
+    attributes: tuple[str, ...]
+    """The names of the integers that every node has as attributes."""
+    workspace: Callable[[Sizes], int]
+    """Bytes that `launches` needs in addition to its tensors; they grow with every size."""
+    launches: Callable[[Mapping[str, int], Sizes, str], list[Launch]]
+    """Its kernels in order, from device addresses (by tensor name, and `workspace`), sizes, and the tokens' type as
+    `Launch.dtype` names it."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of all integers that a node may have as attributes: `attributes`, and constant shape inputs."""
+        return (*self.attributes, *(tensor.name for tensor in self.shape_inputs))
+
+    @property
+    def tokens(self) -> int:
+        """The number of the input with the tokens, counted from 0."""
+        return [tensor.type for tensor in self.inputs].index("tokens")
+
+
+def sizes_of(tensors: Sequence[PluginTensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return the sizes of `tensors` by name, from their `shapes`, one shape for each tensor."""
+    return {
+        name: size
+        for tensor, shape in zip(tensors, shapes, strict=True)
+        for name, size in zip(tensor.shape, shape, strict=True)
+        if isinstance(name, str)
+    }
+
+
+def _top_rho(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
+    count = max(1, -(-sizes["N"] * sizes["per_mille"] // 1000))
+    return top_rho_launches(addresses, {**sizes, "count": count}, dtype)
+
+
+_PLUGINS = (
+    Plugin(
+        name="TopRho",
+        inputs=(PluginTensor("norms", "float32", ("G", "N")), PluginTensor("tokens", "tokens", ("G", "N", "D"))),
+        shape_inputs=(),
+        outputs=(PluginTensor("sink", "tokens", ("G", 1, "D")), PluginTensor("outlier", "mask", ("G", "N"))),
+        attributes=("per_mille",),
+        workspace=lambda sizes: 0,
+        launches=_top_rho,
+    ),
+    Plugin(
+        name="DiversitySelect",
+        inputs=(
+            PluginTensor("tokens", "tokens", ("G", "N", "D")),
+            PluginTensor("candidate", "mask", ("G", "N")),
+            PluginTensor("reserved", "int64", ("G", "R")),
+        ),
+        shape_inputs=(PluginTensor("count", "int64", (1,)),),
+        outputs=(PluginTensor("chosen", "int64", ("G", "count")),),
+        attributes=("rounds",),
+        workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
+        launches=diversity_launches,
+    ),
+)
+PLUGINS = {plugin.name: plugin for plugin in _PLUGINS}
+"""The plugins of domain `sinkprune`, by the operator."""
 
 
 # Values of CUdevice_attribute (cuda.h).
@@ -211,7 +314,10 @@ class KernelRunner:
         """Enqueue `launches`, in order, on the stream with this handle."""
         for launch in launches:
             function, code = self._load(launch.kernel, launch.dtype)
-            values = [_c_value(argument) for argument in launch.arguments]
+            values = [
+                (ctypes.c_uint64 if isinstance(argument, np.uint64) else ctypes.c_int32)(int(argument))
+                for argument in launch.arguments
+            ]
             parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
             self._do(
                 "cuLaunchKernel",
@@ -248,9 +354,3 @@ class KernelRunner:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise BackendError(f"CUDA refused {function} for a plugin kernel: {reason} (error {status}).")
-
-
-def _c_value(argument: np.uint64 | np.int32) -> ctypes.c_uint64 | ctypes.c_int32:
-    if isinstance(argument, np.uint64):
-        return ctypes.c_uint64(int(argument))
-    return ctypes.c_int32(int(argument))

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.manifest import Dtype
-from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, Plugin, sizes_of
-from sinkprune.engines.plugins.launches import KERNELS, KernelRunner, Launch
+from sinkprune.engines.plugins.launches import DOMAIN, KERNELS, PLUGINS, KernelRunner, Launch, Plugin, sizes_of
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.device_memory import DeviceTensor, Shapes
 from sinkprune.runtime.backends.models import Model, message_class
@@ -22,7 +21,6 @@ from sinkprune.runtime.backends.onnxruntime.sizes_on_device import sizes_of_grap
 from sinkprune.runtime.backends.small_graphs import ELEMENT_TYPES, add_value
 from sinkprune.runtime.device.captures import captured_on_stream
 
-_PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
 _MASK = "{}_as_int32"
 """The name of a mask as kernels take it."""
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -90,7 +88,7 @@ class _Cut:
             self._level.update(dict.fromkeys(node.output, level))
 
     def _kernel(self, node: Any) -> _Kernel:
-        plugin = _PLUGINS[node.op_type]
+        plugin = PLUGINS[node.op_type]
         count = len(plugin.inputs)
         counts: dict[str, str | int] = {}
         for tensor, name in zip(plugin.shape_inputs, node.input[count:], strict=True):

@@ -22,17 +22,8 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, EnginesError
-from sinkprune.engines.plugins.descriptions import (
-    NAMESPACE,
-    PLUGINS,
-    VERSION,
-    Plugin,
-    Sizes,
-    sizes_of,
-    tensor_types,
-    token_types,
-)
-from sinkprune.engines.plugins.launches import KernelRunner, Launch, sha256, shipped_sms
+from sinkprune.engines.plugins import launches as plugins
+from sinkprune.engines.plugins.launches import NAMESPACE, PLUGINS, VERSION, KernelRunner, Launch, Plugin, Sizes
 
 
 class PluginV3:
@@ -64,7 +55,7 @@ class PluginV3:
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         """Return the type of each output; a `tokens` output has the type of the tokens."""
-        types = tensor_types(self._library, input_types[self._description.tokens])
+        types = plugins.tensor_types(self._library, input_types[self._description.tokens])
         return [types[output.type] for output in self._description.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
@@ -73,7 +64,7 @@ class PluginV3:
         The expressions of a shape input are its values, not its shape (`IPluginV3OneBuild`).
         """
         described = self._description
-        sizes = sizes_of(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
+        sizes = plugins.sizes_of(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
         sizes.update({name: expr_builder.constant(value) for name, value in self._fields.items()})
         # Without shape inputs, every size is a field.
         sizes.update(
@@ -96,10 +87,10 @@ class PluginV3:
         if found.format != self._library.TensorFormat.LINEAR:
             return False
         if pos == described.tokens:
-            return found.type in token_types(self._library)
+            return found.type in plugins.token_types(self._library)
         # The types of tensors after `pos` are not known yet.
         tokens = in_out[described.tokens].desc.type if tensor.type == "tokens" else None
-        return bool(found.type == tensor_types(self._library, tokens)[tensor.type])
+        return bool(found.type == plugins.tensor_types(self._library, tokens)[tensor.type])
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Do nothing: a plugin is the same for all shapes."""
@@ -121,9 +112,10 @@ class PluginV3:
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Load the kernels for these shapes, because the capture of a CUDA graph must not load any."""
-        described = self._description
-        nowhere = dict.fromkeys((*(t.name for t in (*described.inputs, *described.outputs)), "workspace"), 0)
-        self._runner.prepare(self._launches(inputs, outputs, nowhere))
+        tensors = (*self._description.inputs, *self._description.outputs)
+        self._runner.prepare(
+            self._launches(inputs, outputs, dict.fromkeys([*(t.name for t in tensors), "workspace"], 0))
+        )
 
     def enqueue(
         self,
@@ -143,7 +135,7 @@ class PluginV3:
         self._runner.run(self._launches(input_desc, output_desc, addresses), stream)
 
     def _launches(self, inputs: Sequence[Any], outputs: Sequence[Any], addresses: Mapping[str, int]) -> list[Launch]:
-        dtype = token_types(self._library)[inputs[self._description.tokens].type]
+        dtype = plugins.token_types(self._library)[inputs[self._description.tokens].type]
         sizes = self._sizes([t.dims for t in inputs], [t.dims for t in outputs])
         return self._description.launches(addresses, sizes, dtype)
 
@@ -151,7 +143,7 @@ class PluginV3:
         """Return the sizes from all shapes; the outputs have the value of a shape input."""
         described = self._description
         tensors = (*described.inputs, *described.outputs)
-        return self._fields | sizes_of(tensors, [*inputs[: len(described.inputs)], *outputs])
+        return self._fields | plugins.sizes_of(tensors, [*inputs[: len(described.inputs)], *outputs])
 
 
 class CreatorV3:
@@ -207,14 +199,14 @@ def register(library: Any) -> dict[str, str]:
     before they first run. Raises `BackendError` if the library rejects a creator.
     """
     registry, runner = library.get_plugin_registry(), KernelRunner()
-    for plugin in PLUGINS:
+    for plugin in PLUGINS.values():
         known = registry.get_creator(plugin.name, VERSION, NAMESPACE) is not None
         if not known and not registry.register_creator(creator(library, plugin, runner), NAMESPACE):
             raise BackendError(
                 f"{library.__name__} {library.__version__} does not register the plugin {plugin.name} of "
                 f"{NAMESPACE}. End the program that holds another one of this name, and start again."
             )
-    return {plugin.name: sha256(plugin.name) for plugin in PLUGINS}
+    return {name: plugins.sha256(name) for name in PLUGINS}
 
 
 def register_for_build(library: Any, sm: int) -> dict[str, str] | None:
@@ -222,4 +214,4 @@ def register_for_build(library: Any, sm: int) -> dict[str, str] | None:
 
     Returns the plugins that engines need when they are loaded, as `register` does, and raises what `register` raises.
     """
-    return None if sm < min(shipped_sms()) else register(library)
+    return None if sm < min(plugins.shipped_sms()) else register(library)

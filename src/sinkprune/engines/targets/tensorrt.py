@@ -19,9 +19,8 @@ from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, layers, read_model, realisations
 from sinkprune.engines.plugins import plugin_v3 as registry
-from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
-from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
+from sinkprune.engines.targets import COPIES, Builder, BuildJob, BuildMemory, EngineFacts, system_memory
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.tensorrt.backend import fixed_room, import_tensorrt, new_error_log
 from sinkprune.runtime.device.cuda import open_device

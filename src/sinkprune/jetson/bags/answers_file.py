@@ -26,7 +26,7 @@ from sinkprune.contract.checks import Bounds, counted, from_json
 from sinkprune.contract.errors import OutputError
 from sinkprune.contract.files.output_files import whole_file
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
-from sinkprune.jetson.bags.bag_file import MOST_BYTES, CdrWriter
+from sinkprune.jetson.bags.bag_files import MOST_BYTES, CdrWriter
 from sinkprune.runtime.steps.answer import PARTS
 
 U32 = Annotated[int, Bounds(0, 2**32 - 1)]

@@ -16,17 +16,8 @@ from sinkprune.contract.checks import format_value, guessed, install_command, ne
 from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
-from sinkprune.jetson.bags.bag_file import (
-    NAME_BYTES,
-    SQLITE_MAGIC,
-    BagFile,
-    CdrReader,
-    DamagedError,
-    Message,
-    SqliteFile,
-    Topic,
-)
-from sinkprune.jetson.bags.mcap_file import MCAP_MAGIC, McapFile, compression_of, decompressed
+from sinkprune.jetson.bags import bag_files
+from sinkprune.jetson.bags.bag_files import CdrReader, DamagedError, McapFile, Message, SqliteFile, Topic
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image_bytes, to_rgb
 
 ENCODINGS = {
@@ -59,7 +50,7 @@ def read_frame(type_name: str, data: bytes) -> Frame:
     """Return the picture in a message of one of `IMAGE_TYPES`, which may be compressed; raises `ImageError`."""
     try:
         # Recorders compress messages one by one, which only the metadata of a whole bag states.
-        fields = CdrReader(decompressed(data))
+        fields = CdrReader(bag_files.decompressed(data))
         return Frame(fields.u32(), fields.u32(), fields.text(), IMAGE_TYPES[type_name](fields))
     except (UnreadableError, DamagedError) as error:
         raise ImageError(f"the message {error}") from error
@@ -107,7 +98,7 @@ _GIVE = "Give a folder of rosbag2, or a file of it that ends in .mcap or .db3."
 
 
 class Bag:
-    def __init__(self, path: Path, files: list[BagFile]) -> None:
+    def __init__(self, path: Path, files: list[McapFile | SqliteFile]) -> None:
         """Read the topics of all `files`. Raises `BagError`."""
         self.path, self.files = path, files
         self.topics: dict[str, Topic] = {}
@@ -194,7 +185,7 @@ def _unpacked(path: Path) -> Path:
     return plain if path.suffix not in _SUFFIXES and os.path.exists(plain) else path  # noqa: PTH110
 
 
-def _open_file(path: Path) -> BagFile:
+def _open_file(path: Path) -> McapFile | SqliteFile:
     try:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
@@ -202,11 +193,11 @@ def _open_file(path: Path) -> BagFile:
         raise BagError(f"'{path}' {error}. {_GIVE}") from error
     # A power cut leaves the last file of a bag empty, or with zeros.
     lost = path.suffix if not head.strip(b"\0") else ""
-    if head.startswith(MCAP_MAGIC) or lost == ".mcap":
+    if head.startswith(bag_files.MCAP_MAGIC) or lost == ".mcap":
         return McapFile(path)
-    if head.startswith(SQLITE_MAGIC) or lost == ".db3":
+    if head.startswith(bag_files.SQLITE_MAGIC) or lost == ".db3":
         return SqliteFile(path)
-    if name := compression_of(head):
+    if name := bag_files.compression_of(head):
         raise BagError(
             f"'{path}' is compressed as a whole with {name}. Unpack it, and all other files of its bag, with: {name} "
             f"-d '{path}'"
@@ -228,7 +219,7 @@ def _listed_files(path: Path) -> list[str]:
             if getattr(event, "value", "") == _FILES_KEY and isinstance(next(events), yaml.SequenceStartEvent):
                 items = list(takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), events))
                 if items and all(
-                    isinstance(item, yaml.ScalarEvent) and len(item.value) <= NAME_BYTES for item in items
+                    isinstance(item, yaml.ScalarEvent) and len(item.value) <= bag_files.NAME_BYTES for item in items
                 ):
                     return [item.value for item in items]
                 break
