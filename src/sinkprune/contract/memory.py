@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from sinkprune.contract.schedule import Schedule, VisualLayout
 
 ROOT = Path("/")
-_GROUPS = Path("proc/self/cgroup")
-_MOUNTS = Path("proc/self/mountinfo")
 # Kernels write a space or a backslash of a path as a backslash and three octal digits.
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -71,17 +69,18 @@ def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
 def _mounts(controller: str, root: Path) -> list[tuple[int, PurePosixPath, PurePosixPath]]:
     """Return the hierarchies that may hold `controller`: version, mounted group, and mount point."""
     mounts = []
-    for line in _lines(root / _MOUNTS):
+    for line in _lines(root / "proc/self/mountinfo"):
         fields, _, rest = line.partition(" - ")
         kind, options = rest.split(" ")[0], rest.split(" ")[-1].split(",")
         if kind == "cgroup2" or (kind == "cgroup" and controller in options):
-            group, point = (PurePosixPath(_unescaped(field)) for field in fields.split(" ")[3:5])
+            places = (_ESCAPED.sub(lambda found: chr(int(found[1], 8)), field) for field in fields.split(" ")[3:5])
+            group, point = map(PurePosixPath, places)
             mounts.append((2 if kind == "cgroup2" else 1, group, point))
     return mounts
 
 
 def _own_group(controller: str, version: int, root: Path) -> PurePosixPath | None:
-    for line in _lines(root / _GROUPS):
+    for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if (number == "0" and not controllers) if version == 2 else controller in controllers.split(","):
             return PurePosixPath(path)
@@ -93,14 +92,6 @@ def _lines(file: Path) -> list[str]:
         return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
-
-
-def _unescaped(field: str) -> str:
-    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), field)
-
-
-_MEMINFO = Path("proc/meminfo")
-_STATM = Path("/proc/self/statm")
 
 
 def available_bytes(root: Path = ROOT) -> int:
@@ -115,10 +106,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def _of_machine(root: Path) -> int | None:
-    try:
-        lines = (root / _MEMINFO).read_text().splitlines()
-    except OSError:
-        return None
+    lines = _lines(root / "proc/meminfo")
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
@@ -143,10 +131,8 @@ def _of_process() -> int | None:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return None
-    try:
-        return most - int(_STATM.read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
+    taken = [int(line.split()[0]) * resource.getpagesize() for line in _lines(ROOT / "proc/self/statm")]
+    return most - taken[0] if taken else None
 
 
 LEAST_REPORTED_BYTES = 1_000_000_000

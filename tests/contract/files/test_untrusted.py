@@ -54,7 +54,7 @@ def test_links_are_followed_only_where_allowed(tmp_path: Path) -> None:
         (b"{", "not JSON"),
         (b'{"a": NaN}', "NaN is no number"),
         (b"[-Infinity]", "-Infinity is no number"),
-        (b"[1e999]", "1e999 is too large"),
+        (b"[1e999]", "1e999 is no number"),
         (b"1" * 5000, "not JSON"),
         (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
         (b'{"a":' * 65 + b"0" + b"}" * 65, "nested more than 64 deep"),

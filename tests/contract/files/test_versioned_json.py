@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune import OutputError
-from sinkprune.contract.files.versioned_json import write_versioned
+from sinkprune.contract.files.manifest_file import write_versioned
 
 
 @dataclass(frozen=True)
