@@ -28,7 +28,7 @@ from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.questions import Question
 from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from support.references.picture_prompts import reference_inputs
-from support.references.transformers_attentions import attentions
+from support.references.transformers_runs import attentions
 
 Array = np.ndarray[Any, Any]
 ASKED = ("What is this?", "Which colour is the cup on the table?", "Is there a dog?")

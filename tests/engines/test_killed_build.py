@@ -18,8 +18,7 @@ from sinkprune.engines.build import UnfinishedBuild, build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from support.models.manifests import file_of
-from support.programs.commands import assert_refused, run
-from support.programs.killed_commands import kill_when, left
+from support.programs.commands import assert_refused, kill_when, left, run
 from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]

@@ -23,8 +23,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 from support.models.heads_of_64 import QWEN_CONFIG, export_random
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
-from support.stand_ins.fake_tensorrt import LIMITS, build_fake_engines
-from support.stand_ins.tensorrt_rig import Rig
+from support.stand_ins.fake_tensorrt import LIMITS, Rig, build_fake_engines
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 

@@ -15,7 +15,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.policies import chunk as step_times
 from sinkprune.runtime.backends import Backend, Engine
-from support.models.pi05_checkpoints import EXPERT
+from support.models.pi0_checkpoints import EXPERT
 from support.references.pi05 import Pi05Reference, silu, time_embedding
 
 BUDGET = "prune-77.8"

@@ -16,8 +16,7 @@ import pytest
 from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.demo.write_scenes import write_scenes
-from support.programs.commands import run
-from support.programs.schedule_runs import schedule
+from support.programs.commands import run, schedule
 
 Bundles = Callable[..., Path]
 ONE = ("--budgets", "retain-64")

@@ -23,8 +23,7 @@ from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.report import Spread
 from sinkprune.deadlines.costs import COSTS_VERSION, Costs, Curve, predict
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, wrote
-from support.programs.schedule_runs import schedule
+from support.programs.commands import assert_refused, schedule, wrote
 from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]

@@ -22,7 +22,7 @@ from sinkprune.contract.files.signature import verify_signature
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.methods import load_method
-from support.programs.killed_commands import left
+from support.programs.commands import left
 from support.programs.repository import ROOT
 from support.programs.slow_cases import slow
 

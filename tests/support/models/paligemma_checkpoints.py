@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
+from support.models.peer_shapes import sizes
 from support.models.pi0_checkpoints import IMAGE_TOKEN, draw_weights, pi0_tokenizer, siglip_config, siglip_pixels
 
 
@@ -58,12 +59,8 @@ def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
         tie_word_embeddings=shape.tied,
         text_config={
             "model_type": "gemma",
-            "hidden_size": 72,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
+            **sizes(72, 96, shape.num_layers, shape.num_heads, shape.num_kv_heads),
             "head_dim": 16,
-            "intermediate_size": 96,
             "vocab_size": shape.vocab_size,
             "attention_bias": shape.bias,
             "max_position_embeddings": 1024,

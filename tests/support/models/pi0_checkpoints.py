@@ -1,8 +1,9 @@
-"""Small random pi0 checkpoints in Hugging Face format, with random statistics."""
+"""Small random pi0 and pi0.5 checkpoints in Hugging Face format, with random statistics."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
+
+from support.models.peer_shapes import sizes
 
 VOCAB = 320
 IMAGE_TOKEN = VOCAB
@@ -74,29 +78,19 @@ def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
 
 def pi0_config(shape: Pi0Shape) -> PI0Config:
     """The configuration of a small pi0."""
-    heads = {"num_attention_heads": shape.num_heads, "num_key_value_heads": 1, "head_dim": 16}
+    decoder, expert = (
+        {"model_type": "gemma", "head_dim": 16, **sizes(width, inner, shape.num_layers, shape.num_heads, 1)}
+        for width, inner in ((64, 96), (32, 64))
+    )
     return PI0Config(
         vlm_config={
             "model_type": "paligemma",
             "projection_dim": 64,
             "image_token_id": IMAGE_TOKEN,
-            "text_config": {
-                "model_type": "gemma",
-                "hidden_size": 64,
-                "num_hidden_layers": shape.num_layers,
-                "intermediate_size": 96,
-                "vocab_size": VOCAB,
-                **heads,
-            },
+            "text_config": {**decoder, "vocab_size": VOCAB},
             "vision_config": siglip_config(shape.image_size, 64),
         },
-        dit_config={
-            "model_type": "gemma",
-            "hidden_size": 32,
-            "num_hidden_layers": shape.num_layers,
-            "intermediate_size": 64,
-            **heads,
-        },
+        dit_config=expert,
         chunk_size=shape.chunk,
         max_state_dim=shape.state_dim,
         max_action_dim=shape.action_dim,
@@ -121,10 +115,7 @@ def siglip_config(image_size: int, width: int) -> dict[str, Any]:
     """The tower of a small PaliGemma, for a decoder of this `width`."""
     return {
         "model_type": "siglip_vision_model",
-        "hidden_size": 96,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        **sizes(96, 64, 3, 4),
         "image_size": image_size,
         "patch_size": 14,
         "projection_dim": width,
@@ -159,3 +150,41 @@ def pi0_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
     )
+
+
+EXPERT = "paligemma_with_expert.gemma_expert.model."
+_PI0_ONLY = re.compile(r"state_proj|action_time_mlp|gemma_expert.*norm")
+Array = np.ndarray[Any, Any]
+
+
+def make_pi05_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
+    """Write a pi0.5 checkpoint with random weights, tokenizer and statistics by ranges into the new `folder`."""
+    make_pi0_checkpoint(folder, shape, seed)
+    random, config = np.random.default_rng(seed), json.loads((folder / "config.json").read_text())
+    width = config["dit_config"]["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: values for name, values in tensors.items() if not _PI0_ONLY.search(name)}
+    norms = [f"layers.{layer}.{which}_layernorm" for layer in range(shape.num_layers) for which in _NORMS]
+    layers = {f"{EXPERT}{norm}.dense": 3 for norm in (*norms, "norm")} | {"time_mlp_in": 1, "time_mlp_out": 1}
+    for name, parts in layers.items():
+        # Large enough that scales, shifts and gates differ from 0 by far, and from step to step.
+        tensors[f"{name}.weight"] = drawn(random, 1.5 * width**-0.5, parts * width, width)
+        tensors[f"{name}.bias"] = drawn(random, 0.5, parts * width)
+    save_file(tensors, folder / "model.safetensors")
+    config |= {"model_type": "pi05", "architectures": ["PI05Policy"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    for name, count in (("state", shape.state_dim - 1), ("actions", shape.action_dim - 1)):
+        for which, least in (("mean", None), ("std", None), ("low", -1.5), ("high", 0.5)):
+            settings.pop(f"{name}_{which}", None)
+            if least is not None and shape.statistics:
+                settings[f"{name}_{which}"] = [round(float(x), 3) for x in random.uniform(least, least + 1, count)]
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+_NORMS = ("input", "post_attention")
+
+
+def drawn(random: np.random.Generator, std: float, *shape: int) -> Array:
+    return (std * random.standard_normal(shape)).astype(np.float32)

@@ -9,8 +9,7 @@ from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_l
 from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
 from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
-from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
-from support.models.pi05_checkpoints import make_pi05_checkpoint
+from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint, make_pi05_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
 SHAPES = {
