@@ -120,13 +120,6 @@ def into(error: OSError, main: Callable[..., int], *words: object) -> tuple[int,
     return code, without_notes(stderr.getvalue())
 
 
-@pytest.fixture(scope="module")
-def photo_file(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("photo") / "photo.png"
-    photo.save(path)
-    return path
-
-
 @pytest.fixture
 def question(bundle: Callable[..., Path], photo_file: Path) -> list[object]:
     """A question of one budget."""
@@ -139,7 +132,7 @@ def moments(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> li
     """Two moments of a policy."""
     (tmp_path / "frames").mkdir()
     for number in range(2):
-        os.link(photo_file, tmp_path / "frames" / f"{number}.png")
+        os.link(photo_file, tmp_path / "frames" / f"{number}.jpg")
     policy = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2)
     cameras = ["--camera", tmp_path / "frames", "--camera", "none"]
     return [policy, *cameras, "--instruction", "pick up the cup", "--state", "0.1,0.2,0.3,0.4,0.5"]
