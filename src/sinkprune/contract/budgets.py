@@ -137,10 +137,7 @@ LLAVA_BUDGETS = {
 }
 """Budgets of LLaVA-1.5: the paper's counts of 576 tokens."""
 
-LLAVA_NEXT_BUDGETS = {
-    "retain-320": _row(576, 64, 64, 110, 74, 42),
-    "retain-160": _row(576, 32, 32, 54, 36, 22),
-}
+LLAVA_NEXT_BUDGETS = {"retain-320": _row(576, 64, 64, 110, 74, 42), "retain-160": _row(576, 32, 32, 54, 36, 22)}
 """Budgets of LLaVA-NeXT: rows of one tile; the names count the tokens of five tiles."""
 
 QWEN_BUDGETS = {

@@ -99,11 +99,8 @@ def read_runnable(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
 def _came_with(engines: Engines) -> Bundle:
     """Return the bundle in a folder of engines: manifest, tokenizer, chat template and embedding, without graphs."""
     root, kind = engines.path / BUNDLE_FOLDER, engines.kind
-    files = {
-        name.removeprefix(f"{BUNDLE_FOLDER}/"): file
-        for name, file in engines.files.items()
-        if name.startswith(f"{BUNDLE_FOLDER}/")
-    }
+    prefix = f"{BUNDLE_FOLDER}/"
+    files = {name.removeprefix(prefix): file for name, file in engines.files.items() if name.startswith(prefix)}
     lacking = [name for name in (MANIFEST, *BESIDE_GRAPHS) if name not in files]
     if lacking:
         raise kind.error(f"the engines '{engines.path}' came without '{lacking[0]}' of a bundle. {kind.again}")

@@ -100,14 +100,11 @@ def available_bytes(root: Path = ROOT) -> int:
     The least of three: the memory that the kernel can make available, the rest of the limit of each control group of
     the process, and the rest of the process's own limit (`ulimit -v`). The system's files are read below `root`.
     """
-    groups = [_of_group(group) for group in control_groups("memory", root)]
-    known = [count for count in (_of_machine(root), *groups, _of_process()) if count is not None]
-    return max(0, min(known, default=0))
-
-
-def _of_machine(root: Path) -> int | None:
     lines = _lines(root / "proc/meminfo")
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    machine = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    groups = [_of_group(group) for group in control_groups("memory", root)]
+    known = [count for count in (*machine, *groups, _of_process()) if count is not None]
+    return max(0, min(known, default=0))
 
 
 def _of_group(group: ControlGroup) -> int | None:
@@ -173,16 +170,10 @@ _ORT_CPU: dict[WeightsName, WeightCopies] = {
     "int4": WeightCopies(1.2, 0.9),
     "uint4": WeightCopies(1.2, 0.9),
 }
-_OPENVINO: dict[WeightsName, WeightCopies] = {
-    # The file's content in the process's own memory, and the packed weights. Measured on one segment; 16 bits: an
-    # upper bound.
-    "fp32": WeightCopies(2.0, 0.3),
-    "fp16": WeightCopies(3.0, 0.3),
-    "bf16": WeightCopies(3.0, 0.3),
-    "int8": WeightCopies(2.2, 0.3),
-    "int4": WeightCopies(2.4, 0.3),
-    "uint4": WeightCopies(2.4, 0.3),
-}
+# The file's content in the process's own memory, and the packed weights. Measured on one segment; 16 bits: an upper
+# bound.
+_HELD: dict[WeightsName, float] = {"fp32": 2.0, "fp16": 3.0, "bf16": 3.0, "int8": 2.2, "int4": 2.4, "uint4": 2.4}
+_OPENVINO = {form: WeightCopies(held, 0.3) for form, held in _HELD.items()}
 _GPU = WeightCopies(1.0, 1.0)
 """For every form: a GPU holds weights as in their file, which is in memory too during loading. Boards and integrated
 GPUs have a single memory for both."""

@@ -47,11 +47,7 @@ def asked(bundle: Bundles, photo_file: Path) -> list[str]:
     ],
 )
 def test_an_interrupt_at_any_moment_is_no_traceback(
-    command: str,
-    number: signal.Signals,
-    asked: list[str],
-    checkpoint: Callable[[str], Path],
-    tmp_path: Path,
+    command: str, number: signal.Signals, asked: list[str], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     export = own_process("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "bundle")
     codes, words = [], asked if command == "sinkprune-run" else export

@@ -232,8 +232,7 @@ def test_numbers_count_as_numbers(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["1700000000.5.png", "1700000000.25.png"], ["0.9.png", "0.10.png"], ["2024.9.30.png", "2024.10.1.png"]],
+    "names", [["1700000000.5.png", "1700000000.25.png"], ["0.9.png", "0.10.png"], ["2024.9.30.png", "2024.10.1.png"]]
 )
 def test_an_unclear_point_is_refused(names: list[str]) -> None:
     with pytest.raises(UsageError, match=r"whose order is unclear.*equally many digits"):

@@ -174,9 +174,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = as_llama(Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)))
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=IMAGE_TOKEN,
-        special_tokens=["<unk>", "<s>", "</s>", *byte_tokens],
-        show_progress=False,
+        vocab_size=IMAGE_TOKEN, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
     )
     text = "USER: ASSISTANT: What is in the picture? Describe the image. Which colour is the cup on the table?"
     backend.train_from_iterator([text, text.lower()], trainer)

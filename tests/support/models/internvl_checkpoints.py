@@ -58,12 +58,7 @@ def make_internvl_checkpoint(folder: Path, shape: InternVLShape, seed: int = 0) 
     """Write a checkpoint with random weights, tokenizer, processors and chat template."""
     side, square = shape.image_size, {"height": shape.image_size, "width": shape.image_size}
     config = InternVLConfig(
-        vision_config={
-            **sizes(48, 96, 3, 4),
-            "image_size": [side, side],
-            "initializer_range": 0.1,
-            **shape.vision,
-        },
+        vision_config={**sizes(48, 96, 3, 4), "image_size": [side, side], "initializer_range": 0.1, **shape.vision},
         text_config={
             **small_decoder(shape.num_layers, shape.num_kv_heads),
             "bos_token_id": 370,

@@ -312,10 +312,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Parsed config.json, by the name of its preset where there is one."""
 
-_CLIP_COLOURS = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+_CLIP_COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _QWEN25_PROCESSOR: dict[str, Any] = {
     "min_pixels": 3136,
     "max_pixels": 12845056,

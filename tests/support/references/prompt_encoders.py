@@ -39,16 +39,7 @@ def byte_fallback() -> Tokenizer:
     vocabulary = {f"<{word}>": place for place, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = "▁abcdefghijklmnopqrstuvwxyz.,?:\n"
-    merges = [
-        ("▁", "t"),
-        ("h", "e"),
-        ("▁t", "he"),
-        ("i", "s"),
-        ("▁", "is"),
-        ("i", "m"),
-        ("im", "a"),
-        ("▁", "▁"),
-    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "s"), ("▁", "is"), ("i", "m"), ("im", "a"), ("▁", "▁")]
     for token in [*letters, *(a + b for a, b in merges)]:
         vocabulary[token] = len(vocabulary)
     while len(vocabulary) < IMAGE_TOKEN:

@@ -319,10 +319,7 @@ def _last_row(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
     return [len(hidden) - 1]
 
 
-IN_LLM = {
-    "fastv": InLlm((2,), _last_row),
-    "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
-}
+IN_LLM = {"fastv": InLlm((2,), _last_row), "sparsevlm": InLlm((2, 6, 15), rows_like_the_image)}
 """Methods that drop tokens inside the LLM only."""
 TWO_STAGES = {"vscan": InLlm((16,), _last_row), "tops": InLlm((12, 24), rows_like_the_image)}
 """Methods that drop tokens before the LLM too."""

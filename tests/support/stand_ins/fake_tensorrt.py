@@ -254,11 +254,7 @@ class FakeBuild:
         ENGINES.write(self.folder, replace(self.manifest, **changes))
 
 
-def build_fake_engines(
-    bundle: Bundle,
-    folder: Path,
-    activations: Mapping[str, int] = ACTIVATIONS,
-) -> FakeBuild:
+def build_fake_engines(bundle: Bundle, folder: Path, activations: Mapping[str, int] = ACTIVATIONS) -> FakeBuild:
     """Write fake engines of every graph for `LIMITS`, and `engines.json`."""
     engines = {}
     jobs = {
