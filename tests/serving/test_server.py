@@ -30,7 +30,7 @@ from sinkprune.serving.command import add_app_options
 from sinkprune.serving.connections import Server
 from sinkprune.serving.responses import TokenLogprobs
 from support.programs.printed_commands import blocks
-from support.references.answer_encoders import STOP, answer_encoder
+from support.references.prompt_encoders import STOP, answer_encoder
 
 QUESTION = "What is on the table?"
 TOKENS = 6

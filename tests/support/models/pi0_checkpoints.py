@@ -1,4 +1,4 @@
-"""Small random pi0 and pi0.5 checkpoints in Hugging Face format, with random statistics."""
+"""Small random checkpoints of pi0, pi0.5 and PaliGemma in Hugging Face format, policies with random statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PI0Config,
+    PI0ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from support.models.peer_shapes import sizes
 
@@ -188,3 +194,59 @@ _NORMS = ("input", "post_attention")
 
 def drawn(random: np.random.Generator, std: float, *shape: int) -> Array:
     return (std * random.standard_normal(shape)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PaliGemmaShape:
+    """What the small checkpoints of PaliGemma differ in."""
+
+    image_size: int = 112
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    vocab_size: int = 384
+    image_token: int = IMAGE_TOKEN
+    tied: bool = True
+    bias: bool = False
+    """Whether the projections of attention have biases."""
+
+
+def make_paligemma_checkpoint(folder: Path, shape: PaliGemmaShape, seed: int = 0) -> Path:
+    """Write a checkpoint with random weights, tokenizer and image processor, but no chat template, into `folder`."""
+    torch.manual_seed(seed)
+    model = PaliGemmaForConditionalGeneration(paligemma_config(shape)).eval()
+    draw_weights(model, model.model.language_model)
+    with torch.no_grad():
+        # Few answers have bytes that are no text, of which transformers decodes a whole run at once.
+        model.lm_head.weight[4:260] *= 0.2
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    pi0_tokenizer().save_pretrained(folder)
+    size = shape.image_size
+    processor = {
+        "image_processor_type": "SiglipImageProcessor",
+        "processor_class": "PaliGemmaProcessor",
+        "do_convert_rgb": None,
+        **siglip_pixels(size),
+        "size": {"height": size, "width": size},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
+    """The configuration of a small PaliGemma."""
+    return PaliGemmaConfig(
+        projection_dim=72,
+        image_token_index=shape.image_token,
+        tie_word_embeddings=shape.tied,
+        text_config={
+            "model_type": "gemma",
+            **sizes(72, 96, shape.num_layers, shape.num_heads, shape.num_kv_heads),
+            "head_dim": 16,
+            "vocab_size": shape.vocab_size,
+            "attention_bias": shape.bias,
+            "max_position_embeddings": 1024,
+        },
+        vision_config=siglip_config(shape.image_size, 72),
+    )

@@ -8,8 +8,13 @@ from pathlib import Path
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
-from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
-from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint, make_pi05_checkpoint
+from support.models.pi0_checkpoints import (
+    PaliGemmaShape,
+    Pi0Shape,
+    make_paligemma_checkpoint,
+    make_pi0_checkpoint,
+    make_pi05_checkpoint,
+)
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
 SHAPES = {"mha-336": Shape(), "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True)}
