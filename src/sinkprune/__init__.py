@@ -3,7 +3,7 @@
     from sinkprune import Pipeline
 
 `runtime/steps/chain.py` is `sinkprune.runtime.steps.chain`: the folders at the top of the repository are links here.
-Importing the package loads its errors, but neither torch nor an engine library. Other names are loaded when first used.
+Importing the package loads its errors, but neither torch nor an engine library. Other names load when first used.
 """
 
 from __future__ import annotations
