@@ -18,6 +18,7 @@ import yaml
 
 from sinkprune.serving.command import API_KEY
 from sinkprune.serving.page import Metrics
+from support.programs.commands import check_options
 from support.programs.dockerfiles import (
     DOCKERFILES,
     X86,
@@ -28,7 +29,6 @@ from support.programs.dockerfiles import (
     is_ignored,
     values,
 )
-from support.programs.parsed_options import check_options
 from support.programs.printed_commands import ALL
 from support.programs.repository import ROOT
 

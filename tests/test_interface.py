@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +17,7 @@ from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
 from sinkprune.contract.command_line.options import Verb
-from support.programs.commands import Outcome, assert_refused, run
-
-Parse = Callable[..., argparse.Namespace]
+from support.programs.commands import Outcome, assert_refused, check_options, run
 
 _QUESTION = ("--image", "x.jpg", "--prompt", "What?")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -43,29 +40,10 @@ MEASURING = ("evaluate", "calibrate norms", "calibrate attention")
 """The commands whose `--data` may be a test set."""
 
 
-class Parsed(Exception):
-    """A command accepted its options; the first argument holds them."""
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Return a function that parses the words of a command, without running the command."""
-    plain = argparse.ArgumentParser.parse_args
-
-    def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
-        options = plain(self, *given, **named)
-        raise Parsed(options)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-
-    def of(command: str, *words: str) -> argparse.Namespace:
-        verb, *rest = command.split()
-        with pytest.raises(Parsed) as caught:
-            run(f"sinkprune-{verb}", *rest, *words)
-        options: argparse.Namespace = caught.value.args[0]
-        return options
-
-    return of
+def parse(command: str, *words: str) -> argparse.Namespace:
+    """Return what a command's parser makes of the words."""
+    verb, *rest = command.split()
+    return check_options(f"sinkprune-{verb}", *rest, *words)
 
 
 def given(options: argparse.Namespace) -> tuple[list[str], Path | None]:
@@ -77,7 +55,7 @@ def given(options: argparse.Namespace) -> tuple[list[str], Path | None]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> None:
+def test_json_means_the_same_in_every_command(command: str) -> None:
     positionals, needed = COMMANDS[command]
     assert given(parse(command, *positionals, *needed)) == ([*positionals], None)
     for option in (["--json"], ["--json", "-"], ["--json=-"], ["--js"], ["--json", "x.json"], ["--json=x.json"]):

@@ -20,8 +20,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods.heads import write_heads
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import chosen_heads
-from support.programs.commands import run
-from support.programs.parsed_options import check_options
+from support.programs.commands import check_options, run
 from support.programs.printed_commands import ALL, OUTPUT, Block, blocks, most_images
 from support.programs.repository import ROOT
 

@@ -3,52 +3,21 @@
     from sinkprune import Pipeline
 
 `runtime/steps/chain.py` is `sinkprune.runtime.steps.chain`: the folders at the top of the repository are links here.
-Importing the package loads neither torch nor an engine library. A public name is loaded when it is first used.
+Importing the package loads its errors, but neither torch nor an engine library. Other names load when first used.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
+from sinkprune.contract import errors
+from sinkprune.contract.errors import *  # noqa: F403  (every error is public)
+
 # Instead of `typing.TYPE_CHECKING`: importing `typing` would double the time until a command handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sinkprune.contract.errors import AccuracyError as AccuracyError
-    from sinkprune.contract.errors import BackendError as BackendError
-    from sinkprune.contract.errors import BagError as BagError
-    from sinkprune.contract.errors import BudgetError as BudgetError
-    from sinkprune.contract.errors import BundleError as BundleError
-    from sinkprune.contract.errors import CheckpointError as CheckpointError
-    from sinkprune.contract.errors import CostsWarning as CostsWarning
-    from sinkprune.contract.errors import DeadlineError as DeadlineError
-    from sinkprune.contract.errors import DividedPictureWarning as DividedPictureWarning
-    from sinkprune.contract.errors import EnginesError as EnginesError
-    from sinkprune.contract.errors import FewerFramesWarning as FewerFramesWarning
-    from sinkprune.contract.errors import FirstFrameWarning as FirstFrameWarning
-    from sinkprune.contract.errors import ImageError as ImageError
-    from sinkprune.contract.errors import NewTokensError as NewTokensError
-    from sinkprune.contract.errors import NoSensorError as NoSensorError
-    from sinkprune.contract.errors import NumericsError as NumericsError
-    from sinkprune.contract.errors import OptionError as OptionError
-    from sinkprune.contract.errors import OutOfMemoryError as OutOfMemoryError
-    from sinkprune.contract.errors import OutputError as OutputError
-    from sinkprune.contract.errors import PartlySeenWarning as PartlySeenWarning
-    from sinkprune.contract.errors import PictureWarning as PictureWarning
-    from sinkprune.contract.errors import PowerError as PowerError
-    from sinkprune.contract.errors import PromptError as PromptError
-    from sinkprune.contract.errors import PruningError as PruningError
-    from sinkprune.contract.errors import ScaledDownWarning as ScaledDownWarning
-    from sinkprune.contract.errors import SinkpruneError as SinkpruneError
-    from sinkprune.contract.errors import TaskError as TaskError
-    from sinkprune.contract.errors import TooLittleMemoryError as TooLittleMemoryError
-    from sinkprune.contract.errors import ToolsError as ToolsError
-    from sinkprune.contract.errors import UnitsWarning as UnitsWarning
-    from sinkprune.contract.errors import UnknownBoardError as UnknownBoardError
-    from sinkprune.contract.errors import UnusualStateWarning as UnusualStateWarning
-    from sinkprune.contract.errors import UsageError as UsageError
-    from sinkprune.contract.errors import VideoError as VideoError
     from sinkprune.contract.schedule import PictureSchedule as PictureSchedule
     from sinkprune.contract.schedule import VisualLayout as VisualLayout
     from sinkprune.deadlines.costs import ActionCosts as ActionCosts
@@ -86,12 +55,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _NAMES = {
-    "contract.errors": "AccuracyError BackendError BagError BudgetError BundleError CheckpointError CostsWarning "
-    "DeadlineError DividedPictureWarning EnginesError FewerFramesWarning FirstFrameWarning ImageError "
-    "NewTokensError NoSensorError NumericsError OptionError OutOfMemoryError OutputError "
-    "PartlySeenWarning PictureWarning PowerError PromptError PruningError ScaledDownWarning "
-    "SinkpruneError TaskError TooLittleMemoryError ToolsError UnitsWarning UnknownBoardError "
-    "UnusualStateWarning UsageError VideoError",
     "contract.schedule": "PictureSchedule VisualLayout",
     "deadlines.costs": "ActionCosts BudgetCosts Costs Place read_action_costs read_costs write_costs",
     "deadlines.pipeline": "Pipeline",
@@ -113,7 +76,7 @@ _NAMES = {
     "serving.sessions": "Session",
 }
 _MODULES = {name: f"sinkprune.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULES)
+__all__ = sorted([*_MODULES, *(name for name, kind in vars(errors).items() if isinstance(kind, type))])
 
 
 def __getattr__(name: str) -> Any:

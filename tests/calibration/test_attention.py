@@ -36,7 +36,7 @@ from support.references.masking import Sequence, masked_forward
 from support.references.picture_prompts import reference_inputs
 from support.references.reference import largest
 from support.references.steps import QUESTION, Watched, watched
-from support.references.transformers_attentions import attentions
+from support.references.transformers_runs import attentions
 
 Array = np.ndarray[Any, Any]
 # 64 tokens; five groups of 64; 56 and 120 tokens

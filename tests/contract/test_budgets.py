@@ -28,8 +28,6 @@ LLAVA_576 = {
     "retain-64": Counts(6, 1, 64, 64, (110, 74, 42)),
     "retain-32": Counts(6, 1, 32, 32, (54, 36, 22)),
 }
-
-
 PER_MILLE = {
     "prune-66.7": Counts(10, 1, 450, 50, (400, 350, 250)),
     "prune-77.8": Counts(10, 1, 450, 50, (300, 200, 120)),
@@ -54,12 +52,6 @@ def test_reserve_is_clipped_first_and_diverse_to_what_is_left() -> None:
     assert greedy.resolve(100) == Counts(1, 1, 90, 9, ())
     all_reserve = Budget(Share(1, 1), Share(1, 1), ())
     assert all_reserve.resolve(100) == Counts(1, 1, 99, 0, ())
-
-
-def test_groups_share_the_stages_and_each_has_its_own_sanitizer_counts() -> None:
-    one, five = (FAMILIES["llava"].budgets["retain-64"].resolve(576, groups) for groups in (1, 5))
-    assert (five.outliers, five.reserve, five.diverse) == (one.outliers, one.reserve, one.diverse)
-    assert five.stages == (550, 370, 210)
 
 
 def test_options_change_what_they_name_and_nothing_else() -> None:

@@ -1,10 +1,12 @@
-"""Schedules equal dropping rows layer by layer."""
+"""Schedules equal dropping rows layer by layer; FLOPs are those of method.md section 5, digit by digit."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -13,8 +15,14 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import FAMILIES, Counts, one_stage, prune_layers
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.flops import decode_bytes, layer_flops, prefill_flops
+from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
+from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.families import read_family
+from sinkprune.runtime.families import load_family
+from support.references.steps import layout_of
 
 
 def layout(groups: int, tokens: int, unpruned: int | None = None) -> VisualLayout:
@@ -88,3 +96,99 @@ def test_shares_are_of_what_the_picture_has(qwen: Manifest) -> None:
     assert (apart.groups, apart.counts) == (4, budget.resolve(30, 4))
     assert apart.rows == 4 * budget.resolve(30).kept
     assert [*apart.after.values()] == [min(apart.rows, stage.of(120)) for stage in budget.stages]
+
+
+TEXT_TOKENS = 60
+TABLE = {
+    "none": (576, "8.450", "1.00", "8.840", "1.00"),
+    "retain-128": (135.4, "2.553", "3.31", None, "3.02"),
+    "retain-64": (67.7, "1.662", "5.08", None, "4.35"),
+    "retain-32": (34.0, "1.222", "6.92", None, "5.56"),
+}
+"""Mean visual tokens, prefill TFLOP and speed-up, TFLOP with the vision tower (where printed) and speed-up."""
+QWEN_7B = LanguageModel(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=152064,
+    max_positions=128000,
+    rope_theta=1e6,
+)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    """A bundle's manifest with the shapes of LLaVA-1.5-7B."""
+    family = read_family("llava-1.5-7b", PRESETS["llava-1.5-7b"])
+    small = read_bundle(bundle("mha-336")).manifest
+    return dataclasses.replace(small, language_model=family.language_model, vision=family.vision)
+
+
+def visual_per_layer(budget: str, layers: int = 32) -> tuple[int, list[int]]:
+    """Tokens sent to the LLM, and the visual tokens each layer runs on (method.md section 2)."""
+    if budget == "none":
+        return 576, [576] * layers
+    counts = FAMILIES["llava"].budgets[budget].resolve(576)
+    lengths = [counts.kept] * 3 + [counts.stages[0]] * 4 + [counts.stages[1]] * 9
+    return counts.kept, lengths + [counts.stages[2]] * (layers - 16)
+
+
+def tera(flops: float) -> str:
+    return f"{flops / 1e12:.3f}"
+
+
+@pytest.mark.parametrize("budget", TABLE)
+def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
+    tokens, prefill, speedup, with_tower, speedup_with_tower = TABLE[budget]
+    model, layout = manifest.language_model, layout_of(load_family(manifest), (336, 336))
+
+    def count(name: str) -> tuple[int, int]:
+        sent, visual = visual_per_layer(name)
+        decoder = prefill_flops(model, [TEXT_TOKENS + layer for layer in visual])
+        return decoder, decoder + layout.tower_flops + layout.projector_flops * sent
+
+    baseline, pruned = count("none"), count(budget)
+    assert mean(visual_per_layer(budget)[1]) == pytest.approx(tokens, abs=0.05)
+    assert tera(pruned[0]) == prefill
+    assert f"{baseline[0] / pruned[0]:.2f}" == speedup
+    assert with_tower in (None, tera(pruned[1]))
+    assert f"{baseline[1] / pruned[1]:.2f}" == speedup_with_tower
+    assert (tera(layout.tower_flops), tera(576 * layout.projector_flops)) == ("0.366", "0.024")
+
+
+def test_the_table_of_qwen_7b() -> None:
+    def count(*stages: int) -> int:
+        lengths = [stages[0]] * 3 + [stages[1]] * 4 + [stages[2]] * 9 + [stages[3]] * 12
+        return prefill_flops(QWEN_7B, [45 + visual for visual in lengths])
+
+    baseline = count(480, 480, 480, 480)
+    assert tera(baseline) == "6.962"
+    # 1 + 450 and 50 per mille of 480, then the stages' per mille of 480. The method's ratios are of unrounded shares.
+    rows = {2.60: (241, 192, 168, 120), 3.61: (241, 144, 96, 57), 5.33: (121, 86, 52, 28)}
+    for ratio, stages in rows.items():
+        assert baseline / count(*stages) == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)])
+def test_decoding_reads_every_weight_once_and_the_cache(
+    weights: WeightsName, bits: int, bundle: Callable[..., Path]
+) -> None:
+    manifest = read_bundle(bundle("mha-336", weights=weights)).manifest
+    lm = manifest.language_model
+    matrices = lm.num_layers * (4 * 64 * 64 + 3 * 64 * 160) + 64 * lm.vocab_size
+    # Norms and scales beside them, and up to a page in front of each of some forty tensors.
+    assert 0 < decode_bytes(manifest, 0) - matrices * bits // 8 < 200_000
+    assert decode_bytes(manifest, 1000) == decode_bytes(manifest, 0) + 1000
+
+
+@pytest.mark.parametrize("head", [2, 8])
+def test_a_layer_counts_every_matmul_and_grouped_heads_once(head: int) -> None:
+    model = LanguageModel(8, 24, 2, 4, 2, head, 32, 64, 1e4)
+    n, d, q, kv, m = 5, 8, 4 * head, 2 * head, 24
+    matmuls = [(n, d, q), (n, d, kv), (n, d, kv), (n, q, d), (n, d, m), (n, d, m), (n, m, d)]
+    attention = 2 * 4 * (2 * n * head * n)
+    assert layer_flops(model, n) == sum(2 * a * b * c for a, b, c in matmuls) + attention
+    assert prefill_flops(model, [n, n + 1]) == layer_flops(model, n) + layer_flops(model, n + 1)

@@ -1,4 +1,4 @@
-"""The pocket robot's checkpoint loads with transformers, and picks what the instruction names."""
+"""The pocket policies' checkpoints fit together, and pick what the instruction names, unpruned and pruned."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
@@ -15,8 +17,9 @@ from pocket_training.robot.batches import instruction_ids, statistics
 from pocket_training.robot.episodes import run_episodes
 from pocket_training.robot.model import IMAGE
 from pocket_training.robot.pi0 import Pi0Robot
-from sinkprune import demo
-from sinkprune.demo.robot_table import CAMERA_NAMES
+from sinkprune import Policy, demo
+from sinkprune.demo.robot_table import CAMERA_NAMES, RobotTable
+from sinkprune.export.command import main as export
 
 ROBOT = Path(demo.__file__).parent / "pocket-robot"
 EPISODES = 12
@@ -58,3 +61,32 @@ def test_its_files_fit_together(model: PI0ForConditionalGeneration) -> None:
     words = AutoTokenizer.from_pretrained(ROBOT)
     assert words.convert_tokens_to_ids("<image>") == model.config.vlm_config.image_token_id == IMAGE
     assert sum(file.stat().st_size for file in ROBOT.iterdir()) < 16e6
+
+
+OFT = Path(demo.__file__).parent / "pocket-oft"
+OPTIONS = ["--max-images", "2", "--chunk", "8", "--bounds", "q01-q99", "--budgets", "prune-80"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    root = tmp_path_factory.mktemp("oft") / "oft"
+    assert export([str(OFT), "-o", str(root), *OPTIONS]) == 0
+    return Policy.load(root, threads=1)
+
+
+@pytest.mark.parametrize(("budget", "misnamed"), [("none", False), ("none", True), ("prune-80", False)])
+def test_the_exported_oft_picks_it_unpruned_and_pruned(policy: Policy, budget: str, misnamed: bool) -> None:
+    def act(tables: list[RobotTable], instructions: list[str], seed: int) -> NDArray[np.float32]:
+        chunks = (
+            policy.act(table.cameras(), instruction, table.state(), budget=budget).actions
+            for table, instruction in zip(tables, instructions, strict=True)
+        )
+        return np.stack([*chunks])
+
+    success, picked = run_episodes(act, "test", 8, misnamed=misnamed)
+    assert picked >= 0.75
+    assert success == 0 if misnamed else success >= 0.75
+
+
+def test_it_is_small() -> None:
+    assert sum(file.stat().st_size for file in OFT.iterdir()) < 16e6

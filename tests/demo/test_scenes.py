@@ -1,32 +1,55 @@
-"""Scenes are what they say they are, and the answers to their questions are right."""
+"""Scenes are what they say they are, and their questions have one right answer, which is no good guess."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
-import pytest
+from PIL import Image
 
 from pocket_training.lessons import draw_questions
+from sinkprune.calibration.tasks import VARIED_SCENES, load_task
 from sinkprune.contract.questions import Question
 from sinkprune.demo import questions as scene_questions
-from sinkprune.demo.questions import KINDS
-from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
+from sinkprune.demo.questions import KINDS, VARIED_KINDS, varied_questions_about, varied_test_set
+from sinkprune.demo.scenes import (
+    COLOURS,
+    MOST_TOKENS,
+    SIDE,
+    SIZES,
+    UNIT,
+    WIDE,
+    Scene,
+    SceneObject,
+    compose_scene,
+    compose_varied,
+    make_scene,
+    make_varied,
+)
+from sinkprune.demo.write_scenes import write_scenes
 
-TEST = list(scene_questions.test_set())
+TEST, VARIED_TEST = list(scene_questions.test_set()), list(varied_test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]
+VARIED = [compose_varied("validation", index) for index in range(150)]
+OWN = [kind for kind in VARIED_KINDS if kind not in KINDS]
 
 
-def test_the_test_set_is_fixed() -> None:
+def test_the_test_sets_are_fixed() -> None:
     asked = "\n".join(f"{q.id} {q.prompt} {q.answers}" for _, q in TEST)
     assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "7ded02a40befb218"
-    kinds = Counter(question.kind for _, question in TEST)
-    assert set(kinds) == set(KINDS) and min(kinds.values()) >= 60
-    assert len({question.id for _, question in TEST}) == len(TEST) >= 600
     assert [question for _, question in scene_questions.test_set(WIDE)] == [question for _, question in TEST]
+    asked = "\n".join(f"{q.id} {picture.size} {q.prompt} {q.answers}" for picture, q in VARIED_TEST)
+    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "c244efc459eadf3c"
+    for test, expected, each, least in ((TEST, KINDS, 60, 600), (VARIED_TEST, VARIED_KINDS, 20, 800)):
+        kinds = Counter(question.kind for _, question in test)
+        assert set(kinds) == set(expected) and min(kinds.values()) >= each
+        assert len({question.id for _, question in test}) == len(test) >= least
 
 
 def test_wide_pictures_hold_the_same_things_further_apart() -> None:
@@ -55,11 +78,28 @@ def test_things_do_not_overlap_and_lie_within_the_picture() -> None:
                 assert apart_x or abs(a.y - b.y) > a.half_height + b.half_height
 
 
-@pytest.mark.parametrize("index", range(0, 150, 3))
-def test_answers_are_right(index: int) -> None:
-    scene = SCENES[index]
-    for question in draw_questions(scene, Random(index), 40, list(KINDS)):
-        assert question.answers == (right_answer(scene, question),), question
+def one(things: object) -> SceneObject:
+    (thing,) = things  # type: ignore[misc]
+    return thing
+
+
+def test_pictures_have_every_size_in_whole_visual_tokens() -> None:
+    drawn = [make_varied("validation", index) for index in range(150)]
+    assert {picture.size for _, picture in drawn} == set(SIZES)
+    for scene, picture in drawn:
+        assert picture.size == scene.size
+        tokens = [side / UNIT for side in picture.size]
+        assert all(count.is_integer() for count in tokens)
+        assert 64 <= tokens[0] * tokens[1] <= MOST_TOKENS
+
+
+def test_answers_are_right() -> None:
+    kinds = [kind for kind in OWN if not kind.endswith("-of-two")]
+    for index in range(0, 150, 3):
+        for question in draw_questions(SCENES[index], Random(index), 40, list(KINDS)):
+            assert question.answers == (right_answer(SCENES[index], question),), question
+        for question in draw_questions(VARIED[index], Random(index), 30, kinds, VARIED_KINDS):
+            assert question.answers == (right_varied_answer(VARIED[index], question),), question
 
 
 def right_answer(scene: Scene, question: Question) -> str:
@@ -98,9 +138,51 @@ def right_answer(scene: Scene, question: Question) -> str:
     return "above" if first.y < second.y else "below"
 
 
+def right_varied_answer(scene: Scene, question: Question) -> str:
+    """The answer, from the words of the question alone."""
+    text = question.text
+    if match := re.fullmatch(r"What is written on the (\w+) label\?", text):
+        return one(t for t in scene.labels if t.colour == match[1]).text
+    if match := re.fullmatch(r"What is written on the (plate|label) of the same colour as the (\w+)\?", text):
+        colour = one(t for t in scene.objects if t.shape == match[2]).colour
+        return one(t for t in scene.things if (t.shape, t.colour) == (match[1], colour)).text
+    if match := re.fullmatch(r"Which shape has the same colour as the (\w+)\?", text):
+        colour = one(t for t in scene.objects if t.shape == match[1]).colour
+        return one(t for t in scene.objects if t.colour == colour and t.shape != match[1]).shape
+    match = re.fullmatch(r"What colour is the object (left of|right of|above|below) the (\w+) (\w+)\?", text)
+    assert match, text
+    at = one(t for t in scene.objects if t.pair == (match[2], match[3]))
+    beyond = {"left of": lambda t: t.x < at.x, "right of": lambda t: t.x > at.x}
+    beyond |= {"above": lambda t: t.y < at.y, "below": lambda t: t.y > at.y}
+    other = one(filter(beyond[match[1]], scene.objects))
+    assert max(abs(other.x - at.x), abs(other.y - at.y)) >= 30
+    return other.colour
+
+
 def test_no_answer_is_a_good_guess() -> None:
-    for kind in KINDS:
-        replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
-        assert max(replies.values()) <= (0.62 if kind.startswith("existence") else 0.6) * sum(replies.values()), kind
-    pictures = [id(picture) for picture, _ in TEST]
-    assert sum(a != b for a, b in pairwise(pictures)) == len(set(pictures)) - 1
+    most = dict.fromkeys(KINDS, 0.6) | {kind: 0.62 for kind in KINDS if kind.startswith("existence")}
+    for test, shares in ((TEST, most), (VARIED_TEST, dict.fromkeys(OWN, 0.4))):
+        for kind, share in shares.items():
+            replies = Counter(question.answers[0] for _, question in test if question.kind == kind)
+            assert max(replies.values()) <= share * sum(replies.values()), kind
+        # The questions about a picture follow each other.
+        pictures = [id(picture) for picture, _ in test]
+        assert sum(a != b for a, b in pairwise(pictures)) == len(set(pictures)) - 1
+
+
+def test_the_evaluator_and_the_program_that_writes_scenes_have_them(tmp_path: Path) -> None:
+    items = load_task(VARIED_SCENES)
+    assert [item.question for item in items] == [question for _, question in VARIED_TEST]
+    assert len({item.picture for item in items}) == 60
+    for item, (picture, _) in zip(items[::40], VARIED_TEST[::40], strict=True):
+        assert item.load_image().tobytes() == picture.tobytes()
+    write_scenes(tmp_path, 2, "validation", VARIED_SCENES)
+    written = load_task(str(tmp_path / "scenes.jsonl"))
+    expected = list(varied_questions_about("validation", 2))
+    assert [item.question for item in written] == [question for _, question in expected]
+    assert_same_pictures([item.load_image() for item in written], [picture for picture, _ in expected])
+
+
+def assert_same_pictures(pictures: Sequence[Image.Image], expected: Sequence[Image.Image]) -> None:
+    for a, b in zip(pictures, expected, strict=True):
+        assert (a.size, a.tobytes()) == (b.size, b.tobytes())

@@ -49,8 +49,7 @@ from support.programs.commands import run
 from support.programs.slow_cases import slow
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
 from support.references.trt10_operators import MAX_OPSET, fault
-from support.stand_ins.fake_tensorrt import LIMITS, build_fake_engines
-from support.stand_ins.tensorrt_rig import Rig
+from support.stand_ins.fake_tensorrt import LIMITS, Rig, build_fake_engines
 
 needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
 

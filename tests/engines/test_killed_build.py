@@ -34,8 +34,7 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from support.models.manifests import file_of
-from support.programs.commands import assert_refused, run
-from support.programs.killed_commands import kill_when, left
+from support.programs.commands import assert_refused, kill_when, left, run
 from support.programs.slow_cases import slow, slow_except
 from support.stand_ins.gate_faults import Alter, altered, one_weight, overflowing
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from support.programs.commands import run
-from support.programs.killed_commands import kill_when, left
+from support.programs.commands import kill_when, left, run
 
 Checkpoints = Callable[[str], Path]
 

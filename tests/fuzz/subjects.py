@@ -18,9 +18,7 @@ from pathlib import Path
 from PIL import Image
 from safetensors import safe_open
 
-from fuzz.child import Call
-from fuzz.verdict import MEMORY_BYTES, answer_of
-from fuzz.workers import Outcome, Worker
+from fuzz.worker import MEMORY_BYTES, Call, Outcome, Worker
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.quantised_checkpoints import Layout, make_quantised
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
@@ -108,7 +106,7 @@ class Subjects:
                 if outcome.code != 0 or outcome.timed_out:
                     raise RuntimeError(f"{name} without a change ended with {outcome}")
                 outcomes.append(outcome)
-            assert answer_of(outcomes[-1]) is not None
+            assert outcomes[-1].answer is not None
             self._honest[name] = outcomes
         return self._honest[name]
 

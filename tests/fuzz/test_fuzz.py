@@ -12,8 +12,8 @@ from conftest import make_once
 from fuzz.inputs.cases import Case
 from fuzz.inputs.sources import SOURCES, corpus, endless
 from fuzz.subjects import Subjects, make_families
-from fuzz.trial import try_case
-from fuzz.workers import Worker
+from fuzz.verdict import try_case
+from fuzz.worker import Worker
 
 SEED = 11
 TRIED = 29

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.child import Call
 from fuzz.verdict import Fault, faults_of, files_of
-from fuzz.workers import Outcome, Worker
+from fuzz.worker import Call, Outcome, Worker
 
 # Devouring memory takes half a minute on a busy machine.
 SECONDS, SECONDS_OF_A_HANG = 200.0, 2.0

@@ -1,22 +1,26 @@
-"""Judges outcomes: what no input may cause."""
+"""Tries one case: copies the files, changes them, runs the commands, and judges what no input may cause."""
 
 from __future__ import annotations
 
-import json
+import fnmatch
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuzz.workers import Outcome
+from fuzz.inputs.cases import Case, JsonEdit
+from fuzz.inputs.mutations import document_of, value_at
+from fuzz.subjects import Subjects, call_of
+from fuzz.worker import MEMORY_BYTES, Outcome, Worker
 
-MEMORY_BYTES = 1 << 30
-"""How much more memory than the honest input an input may take."""
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|bad_alloc|(out of|not enough|allocate|too little) (\w+ )*(memory|address)", re.IGNORECASE
 )
-_OURS = re.compile(r"tests/fuzz/(child|worker)\.py|<frozen")
+_OURS = re.compile(r"tests/fuzz/worker\.py|<frozen")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _MESSAGE_CHARACTERS = 3000
 """Longer messages repeat the input instead of naming the fault."""
@@ -63,18 +67,9 @@ def faults_of(
         return [Fault("hang", f"not done after {outcome.seconds:.1f} s; {_last_line(outcome.stderr)}")]
     faults = [*_end(outcome), *_memory(outcome, honest), *_files(outcome, before, after, output)]
     faults += [Fault("escape", what) for what in outcome.seen]
-    if same_answer and outcome.code == 0 and answer_of(outcome) != answer_of(honest):
-        faults.append(Fault("answer", f"{answer_of(outcome)}, honestly {answer_of(honest)}"))
+    if same_answer and outcome.code == 0 and outcome.answer != honest.answer:
+        faults.append(Fault("answer", f"{outcome.answer}, honestly {honest.answer}"))
     return faults
-
-
-def answer_of(outcome: Outcome) -> Any:
-    """Return the answer of a command, without times; None if it printed no JSON."""
-    try:
-        answer = json.loads(outcome.stdout)
-    except ValueError:
-        return None
-    return {key: answer.get(key) for key in ("token_ids", "text", "tokens_per_layer")}
 
 
 def _end(outcome: Outcome) -> list[Fault]:
@@ -128,3 +123,64 @@ def _last_line(text: str) -> str:
     places = places[:3] if dumped else places[-1:]
     messages = [line for line in lines if not line.startswith(("File ", "Extension modules"))]
     return " ".join([messages[-1][:300] if messages else "", *(f"[{place}]" for place in places)])
+
+
+MAY_CHANGE_ANSWERS = (
+    *("language_model.rope_theta", "language_model.rope_factor", "vision.rope_theta"),
+    *("processor.rescale_factor", "processor.resample"),
+    *("processor.image_mean.*", "processor.image_std.*", "processor.size.*", "processor.image_grid_pinpoints.*"),
+)
+"""Patterns of fields of manifests that may change answers, unless the bundle is pinned by its sha256."""
+
+_MANIFESTS = ("bundle/bundle.json", "engines/engines.json")
+
+
+def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
+    """Return the faults of `case`; none if the commands accept or reject it as they should."""
+    with _case_folder() as folder:
+        honest = subjects.honest(case.subject, worker, folder)
+    with _case_folder() as folder:
+        subjects.copy(case.subject, folder)
+        case.apply(folder)
+        for step, usual in zip(subjects[case.subject].steps, honest, strict=True):
+            before = files_of(folder)
+            outcome = worker(call_of(step, folder, usual))
+            same = keeps_answers(case, subjects)
+            faults = faults_of(outcome, usual, before, files_of(folder), step.output, same_answer=same)
+            if faults or outcome.code != 0:
+                return faults
+    return []
+
+
+def keeps_answers(case: Case, subjects: Subjects) -> bool:
+    """Return whether the commands must reject the case or give the answer of the unchanged files."""
+    if case.subject.startswith("pinned:"):
+        return True
+    edits = [change for change in case.changes if isinstance(change, JsonEdit)]
+    if len(edits) != len(case.changes) or not all(edit.file in _MANIFESTS for edit in edits):
+        return False
+    return not all(_may_change(edit, document_of(subjects.folder(case.subject) / edit.file)) for edit in edits)
+
+
+def _may_change(edit: JsonEdit, document: Any) -> bool:
+    """Return whether the field may change answers, and the new value is of the right type."""
+    field = ".".join(map(str, edit.path))
+    if not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
+        return False
+    if edit.delete:
+        # A list may be shorter; an object would lack a field.
+        return isinstance(edit.path[-1], int)
+    usual = value_at(document, edit.path)
+    number = type(usual) in (int, float) and type(edit.value) in (int, float)
+    return number or type(usual) is type(edit.value)
+
+
+@contextmanager
+def _case_folder() -> Iterator[Path]:
+    """Yield a folder for one case, with an empty home folder in it."""
+    folder = Path(tempfile.mkdtemp()).resolve()
+    try:
+        (folder / "home").mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from PIL import Image
 from sinkprune import Pipeline, PruningError, Session, UsageError
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
-from support.references.answer_encoders import POCKET
+from support.references.prompt_encoders import POCKET
 
 COLOURS = ["red", "green", "blue", "yellow", "orange", "purple"]
 SCENE = {

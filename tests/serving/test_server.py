@@ -37,7 +37,7 @@ from sinkprune.serving.connections import Server
 from sinkprune.serving.responses import TokenLogprobs
 from support.models.video_files import write_video
 from support.programs.printed_commands import blocks
-from support.references.answer_encoders import STOP, answer_encoder
+from support.references.prompt_encoders import STOP, answer_encoder
 
 Pipelines = Callable[..., Pipeline]
 

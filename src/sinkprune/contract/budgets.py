@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import floor
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Size, unknown_name
 from sinkprune.contract.errors import BudgetError
@@ -137,10 +137,7 @@ LLAVA_BUDGETS = {
 }
 """Budgets of LLaVA-1.5: the paper's counts of 576 tokens."""
 
-LLAVA_NEXT_BUDGETS = {
-    "retain-320": _row(576, 64, 64, 110, 74, 42),
-    "retain-160": _row(576, 32, 32, 54, 36, 22),
-}
+LLAVA_NEXT_BUDGETS = {"retain-320": _row(576, 64, 64, 110, 74, 42), "retain-160": _row(576, 32, 32, 54, 36, 22)}
 """Budgets of LLaVA-NeXT: rows of one tile; the names count the tokens of five tiles."""
 
 QWEN_BUDGETS = {
@@ -161,8 +158,8 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
     "action-rows": lambda budget: replace(budget, queries="actions"),
-    "tower": lambda budget: _with_tower(budget, "merging"),
-    "bars": lambda budget: _with_tower(budget, "bars"),
+    "tower": lambda budget: replace(budget, tower="merging"),
+    "bars": lambda budget: replace(budget, tower="bars"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
 adds those with a number or a name."""
@@ -178,7 +175,10 @@ def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budg
     one of `others`. Raises `BudgetError` for any other name.
     """
     if name in OPTIONS:
-        return OPTIONS[name](budget)
+        made = OPTIONS[name](budget)
+        if budget.tower not in (None, made.tower):
+            raise BudgetError("options 'tower' and 'bars' are for a tower each. Leave one of them out.")
+        return made
     other = others.get(name.removeprefix(FROM)) if name.startswith(FROM) else None
     if other is not None:
         return replace(budget, reserve=other.reserve, diverse=other.diverse)
@@ -189,12 +189,6 @@ def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budg
             + f" rho-N: N per mille, from 1 to 999. from-BUDGET: the sanitizer of {', '.join(others)}."
         )
     return replace(budget, outlier_per_mille=int(found[1]))
-
-
-def _with_tower(budget: Budget, tower: Literal["merging", "bars"]) -> Budget:
-    if budget.tower not in (None, tower):
-        raise BudgetError("options 'tower' and 'bars' are for a tower each. Leave one of them out.")
-    return replace(budget, tower=tower)
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:
@@ -281,53 +275,29 @@ class FamilyRow:
     """Other values of `model_type` and `architectures` for the same configuration."""
 
 
-def _family(
-    model_type: str,
-    architecture: str,
-    export: str,
-    runtime: str,
-    budgets: Mapping[str, Budget],
-    folder: str | None = None,
-    also: Sequence[str] = (),
-) -> FamilyRow:
+def _family(model_type: str, architecture: str, export: str, runtime: str, **others: Any) -> FamilyRow:
+    """Return a row with classes of this package, and `QWEN_BUDGETS` unless others are given."""
     modules = f"sinkprune.export.families.{export}", f"sinkprune.runtime.families.{runtime}"
-    reads = folder and f"sinkprune.export.checkpoint.{folder}"
-    return FamilyRow(model_type, architecture, *modules, budgets, reads, also)
+    return FamilyRow(model_type, architecture, *modules, **{"budgets": QWEN_BUDGETS, **others})
 
 
-LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", LLAVA_BUDGETS)
-LLAVA_NEXT = _family(
-    "llava_next",
-    "LlavaNextForConditionalGeneration",
-    "llava_next:LlavaNext",
-    "llava_next:LlavaNext",
-    LLAVA_NEXT_BUDGETS,
-)
-QWEN2_5_VL = _family(
-    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
-)
-QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
-QWEN3_VL = _family(
-    "qwen3_vl",
-    "Qwen3VLForConditionalGeneration",
-    "qwen3_vl:Qwen3VL",
-    "qwen:Qwen3VL",
-    QWEN_BUDGETS,
-    # The part of Cosmos3 that answers.
-    also=("cosmos3_omni", "cosmos3", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
-)
-INTERNVL = _family(
-    "internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL", QWEN_BUDGETS
-)
-PALIGEMMA = _family(
-    "paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma", QWEN_BUDGETS
-)
-PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
-PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
-PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "pi0:Pi0", QWEN_BUDGETS)
-_OPENVLA = "OpenVLAForActionPrediction"
-OPENVLA = _family("openvla", _OPENVLA, "openvla:OpenVla", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla")
-OPENVLA_OFT = _family("openvla_oft", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS)
+# The part of Cosmos3 that answers is a Qwen3-VL.
+_COSMOS3 = "cosmos3_omni", "cosmos3", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"
+_NEXT, _VLA = "LlavaNextForConditionalGeneration", "OpenVLAForActionPrediction"
+_READ_OPENVLA = "sinkprune.export.checkpoint.openvla:read_openvla"
+
+LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", budgets=LLAVA_BUDGETS)
+LLAVA_NEXT = _family("llava_next", _NEXT, "llava_next:LlavaNext", "llava_next:LlavaNext", budgets=LLAVA_NEXT_BUDGETS)
+QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL")
+QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL")
+QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", also=_COSMOS3)
+INTERNVL = _family("internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL")
+PALIGEMMA = _family("paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma")
+PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0")
+PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05")
+PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "pi0:Pi0")
+OPENVLA = _family("openvla", _VLA, "openvla:OpenVla", "openvla:OpenVla", folder=_READ_OPENVLA)
+OPENVLA_OFT = _family("openvla_oft", _VLA, "openvla:OpenVlaOft", "openvla:OpenVla")
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

@@ -8,23 +8,20 @@ are ignored.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import re
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 from sinkprune.contract.errors import OptionError, SinkpruneError, UsageError
@@ -79,7 +76,7 @@ def format_value(value: object) -> str:
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Bounds:
     """The smallest and largest value of a number, or length of a list or of a printable text."""
 
@@ -121,11 +118,11 @@ class SchemaError(ValueError):
 
 def to_json(value: Any) -> Any:
     """Return `value` in the types of `json.dumps`: dataclasses become objects, tuples become arrays."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {field: getattr(value, field.name) for field in fields(value)}
         return {
             field.name: to_json(item)
-            for field, item in fields.items()
+            for field, item in found.items()
             if item is not None or not field.metadata.get("optional")
         }
     if isinstance(value, dict):
@@ -141,7 +138,7 @@ def from_json(kind: type[T], data: Any, where: str = "$") -> T:
     Raises:
         SchemaError: a field is missing, unknown to a dataclass, or not of its kind.
     """
-    return typing.cast(T, _read(kind, data, where))
+    return cast(T, _read(kind, data, where))
 
 
 def fits(kind: Any, value: object) -> bool:
@@ -149,7 +146,7 @@ def fits(kind: Any, value: object) -> bool:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return fits(arguments[0], value) and arguments[1].hold(value)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, UnionType):
         return any(fits(one, value) for one in arguments)
     if origin is typing.Literal:
         return value in arguments
@@ -161,7 +158,7 @@ def fits(kind: Any, value: object) -> bool:
 def describe(kind: Any) -> str:
     """Return the words of messages for a `kind`, as in "a whole number from 1 to 64"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, UnionType):
         named = [describe(one) for one in arguments if not (one is int and float in arguments)]
         return " or ".join(dict.fromkeys(named))
     if origin is typing.Literal:
@@ -180,7 +177,7 @@ def describe(kind: Any) -> str:
 
 def _json_type(kind: Any) -> Any:
     """Return the type of parsed JSON values of a kind without bounds or alternatives."""
-    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+    if is_dataclass(kind) or typing.is_typeddict(kind):
         return dict
     origin = typing.get_origin(kind) or kind
     return list if origin is tuple else origin
@@ -192,13 +189,13 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _read(arguments[0], data, where)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, UnionType):
         fitting = [one for one in arguments if fits(one, data)]
         if isinstance(data, dict) and fitting[1:]:
             # The nearest kind names the field that is missing or unknown.
             fitting.sort(key=lambda one: len(_hints(one).keys() ^ data.keys()))
         return _read(fitting[0], data, where)
-    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+    if is_dataclass(kind) or typing.is_typeddict(kind):
         return _read_object(kind, data, where)
     if origin is dict:
         return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
@@ -209,18 +206,18 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
     hints, required = _hints(kind), getattr(kind, "__required_keys__", ())
-    if dataclasses.is_dataclass(kind):
-        required = [field.name for field in dataclasses.fields(kind) if not field.metadata.get("optional")]
+    if is_dataclass(kind):
+        required = [field.name for field in fields(kind) if not field.metadata.get("optional")]
     for name in required:
         if name not in data:
             raise SchemaError(f"{where}: missing field '{name}'")
-    for name in data if dataclasses.is_dataclass(kind) else ():
+    for name in data if is_dataclass(kind) else ():
         if name not in hints:
             raise SchemaError(f"{where}: unknown field '{name}'")
     return kind(**{name: _read(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
 
 
-@functools.cache
+@cache
 def _hints(kind: Any) -> dict[str, Any]:
     """Return the kinds of the fields of a dataclass or TypedDict."""
     return typing.get_type_hints(kind, include_extras=True)
@@ -293,7 +290,7 @@ def set_numbers(owner: Any, numbers: Iterable[_Number[Any]]) -> None:
 
     `numbers` have the names of fields. None stays where it is the default.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    defaults = {field.name: field.default for field in fields(owner)}
     for number in numbers:
         value = getattr(owner, number.name)
         if value is not None or defaults[number.name] is not None:
@@ -394,7 +391,7 @@ def shows_fields(kind: type[Any]) -> Callable[[C], C]:
         named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
         options = [
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in dataclasses.fields(kind)
+            for field in fields(kind)
         ]
         function.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
         return function

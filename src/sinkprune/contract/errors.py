@@ -4,8 +4,6 @@ A command turns any `SinkpruneError` into exit code 2 and its message, without a
 is our bug and keeps its traceback (exit code 1). See `sinkprune.contract.command_line.command`.
 """
 
-from __future__ import annotations
-
 
 class SinkpruneError(Exception):
     """The base of all errors that the user can mend."""

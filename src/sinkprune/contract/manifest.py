@@ -377,13 +377,9 @@ class Manifest:
         if budget == UNPRUNED:
             return None
         if budget not in plans:
+            found = f"this bundle holds no budget '{budget}' for method '{method}'"
             raise BudgetError(
-                unknown_name(
-                    f"this bundle holds no budget '{budget}' for method '{method}'",
-                    budget,
-                    [UNPRUNED, *plans],
-                    "It holds",
-                )
+                unknown_name(found, budget, [UNPRUNED, *plans], "It holds")
                 + " Give one of these. Others must be exported first, with "
                 "sinkprune-export --budgets, which reports what a method cannot reach."
             )

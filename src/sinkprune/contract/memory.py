@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from sinkprune.contract.schedule import Schedule, VisualLayout
 
 ROOT = Path("/")
-_GROUPS = Path("proc/self/cgroup")
-_MOUNTS = Path("proc/self/mountinfo")
 # Kernels write a space or a backslash of a path as a backslash and three octal digits.
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -71,17 +69,18 @@ def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
 def _mounts(controller: str, root: Path) -> list[tuple[int, PurePosixPath, PurePosixPath]]:
     """Return the hierarchies that may hold `controller`: version, mounted group, and mount point."""
     mounts = []
-    for line in _lines(root / _MOUNTS):
+    for line in _lines(root / "proc/self/mountinfo"):
         fields, _, rest = line.partition(" - ")
         kind, options = rest.split(" ")[0], rest.split(" ")[-1].split(",")
         if kind == "cgroup2" or (kind == "cgroup" and controller in options):
-            group, point = (PurePosixPath(_unescaped(field)) for field in fields.split(" ")[3:5])
+            places = (_ESCAPED.sub(lambda found: chr(int(found[1], 8)), field) for field in fields.split(" ")[3:5])
+            group, point = map(PurePosixPath, places)
             mounts.append((2 if kind == "cgroup2" else 1, group, point))
     return mounts
 
 
 def _own_group(controller: str, version: int, root: Path) -> PurePosixPath | None:
-    for line in _lines(root / _GROUPS):
+    for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if (number == "0" and not controllers) if version == 2 else controller in controllers.split(","):
             return PurePosixPath(path)
@@ -95,31 +94,17 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def _unescaped(field: str) -> str:
-    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), field)
-
-
-_MEMINFO = Path("proc/meminfo")
-_STATM = Path("/proc/self/statm")
-
-
 def available_bytes(root: Path = ROOT) -> int:
     """Return the bytes of memory that this process can take without swapping; 0 if they are unknown.
 
     The least of three: the memory that the kernel can make available, the rest of the limit of each control group of
     the process, and the rest of the process's own limit (`ulimit -v`). The system's files are read below `root`.
     """
+    lines = _lines(root / "proc/meminfo")
+    machine = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     groups = [_of_group(group) for group in control_groups("memory", root)]
-    known = [count for count in (_of_machine(root), *groups, _of_process()) if count is not None]
+    known = [count for count in (*machine, *groups, _of_process()) if count is not None]
     return max(0, min(known, default=0))
-
-
-def _of_machine(root: Path) -> int | None:
-    try:
-        lines = (root / _MEMINFO).read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _of_group(group: ControlGroup) -> int | None:
@@ -143,10 +128,8 @@ def _of_process() -> int | None:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return None
-    try:
-        return most - int(_STATM.read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
+    taken = [int(line.split()[0]) * resource.getpagesize() for line in _lines(ROOT / "proc/self/statm")]
+    return most - taken[0] if taken else None
 
 
 LEAST_REPORTED_BYTES = 1_000_000_000
@@ -187,16 +170,10 @@ _ORT_CPU: dict[WeightsName, WeightCopies] = {
     "int4": WeightCopies(1.2, 0.9),
     "uint4": WeightCopies(1.2, 0.9),
 }
-_OPENVINO: dict[WeightsName, WeightCopies] = {
-    # The file's content in the process's own memory, and the packed weights. Measured on one segment; 16 bits: an
-    # upper bound.
-    "fp32": WeightCopies(2.0, 0.3),
-    "fp16": WeightCopies(3.0, 0.3),
-    "bf16": WeightCopies(3.0, 0.3),
-    "int8": WeightCopies(2.2, 0.3),
-    "int4": WeightCopies(2.4, 0.3),
-    "uint4": WeightCopies(2.4, 0.3),
-}
+# The file's content in the process's own memory, and the packed weights. Measured on one segment; 16 bits: an upper
+# bound.
+_HELD: dict[WeightsName, float] = {"fp32": 2.0, "fp16": 3.0, "bf16": 3.0, "int8": 2.2, "int4": 2.4, "uint4": 2.4}
+_OPENVINO = {form: WeightCopies(held, 0.3) for form, held in _HELD.items()}
 _GPU = WeightCopies(1.0, 1.0)
 """For every form: a GPU holds weights as in their file, which is in memory too during loading. Boards and integrated
 GPUs have a single memory for both."""

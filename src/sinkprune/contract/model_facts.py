@@ -214,7 +214,6 @@ class PolicyFacts:
     def usual_state(self) -> tuple[float, ...]:
         """A state in the middle of the training data, in the robot's units; its length is that of every state."""
         if self.state_range:
-            return tuple(
-                (low + high) / 2 for low, high in zip(self.state_range.low, self.state_range.high, strict=True)
-            )
+            ends = zip(self.state_range.low, self.state_range.high, strict=True)
+            return tuple((low + high) / 2 for low, high in ends)
         return self.state_mean or (0.0,) * (self.state_numbers or self.state_dim)

@@ -23,8 +23,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.weights.rounding import rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import assert_refused, run
-from support.programs.killed_commands import kill_when, left
+from support.programs.commands import assert_refused, kill_when, left, run
 from support.programs.slow_cases import slow_except
 from support.references.steps import watched
 

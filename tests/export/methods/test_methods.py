@@ -23,8 +23,8 @@ from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
 from support.programs.repository import ROOT
 from support.references.kept_tokens import SANITIZING, assert_keeps
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
 from support.references.reference import largest
+from support.references.reference_methods import READ_THE_QUESTION, READING_SANITIZERS
 
 Array = np.ndarray[Any, Any]
 WIDTH = graphs.language_model().hidden_size

@@ -24,7 +24,7 @@ from support.models import graphs
 from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import every
 from support.references.kept_tokens import SANITIZING, assert_keeps
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
+from support.references.reference_methods import READ_THE_QUESTION, READING_SANITIZERS
 
 Array = np.ndarray[Any, Any]
 D = 16

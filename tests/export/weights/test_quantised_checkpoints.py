@@ -26,7 +26,7 @@ from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import every, slow_except
 from support.references.picture_prompts import reference_inputs
 from support.references.steps import QUESTION, ask
-from support.references.transformers_answers import greedy_answer
+from support.references.transformers_runs import greedy_answer
 
 NEW_TOKENS = 4
 GPTQ, AWQ = Layout(), Layout("awq")

@@ -8,10 +8,9 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 
-from fuzz import looping
 from fuzz.inputs import media
 from fuzz.inputs.cases import SPECIAL_FILES, Case, Change, Content, SpecialFile, case_of
-from fuzz.inputs.mutations import crossed, document_of, edits_of, wrong_bytes
+from fuzz.inputs.mutations import KINDS, crossed, document_of, edits_of, strange, wrong_bytes
 from fuzz.subjects import Subjects
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -97,8 +96,8 @@ def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
         root = "bundle" if name.startswith(("run", "build")) else "engines"
         file = random.choice(_files(subjects, name, root, ".onnx"))
         data = (subjects.folder(name) / file).read_bytes()
-        kind = random.choice((*looping.KINDS, *([""] * len(looping.KINDS))))
-        changed = looping.strange(data, kind, random) if kind else wrong_bytes(data, random)
+        kind = random.choice((*KINDS, *([""] * len(KINDS))))
+        changed = strange(data, kind, random) if kind else wrong_bytes(data, random)
         yield Case(name, (Content(file, changed),))
 
 

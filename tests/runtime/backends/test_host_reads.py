@@ -16,7 +16,7 @@ from sinkprune.serving import sessions
 from support.references.same_answers import assert_equal
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_ort_cuda import CudaRig
-from support.stand_ins.tensorrt_rig import rig_of
+from support.stand_ins.fake_tensorrt import rig_of
 
 FAMILIES = {
     "gqa-112": "retain-64",

@@ -33,8 +33,7 @@ from sinkprune.runtime.frames.graphs import bilinear_form, square_form
 from sinkprune.runtime.media.frame import Frame
 from sinkprune.serving.sessions import Session
 from support.stand_ins.fake_ort_cuda import CudaRig
-from support.stand_ins.fake_tensorrt import build_fake_engines
-from support.stand_ins.tensorrt_rig import Rig
+from support.stand_ins.fake_tensorrt import Rig, build_fake_engines
 
 SIDE = 42
 SQUARE = {"height": SIDE, "width": SIDE}

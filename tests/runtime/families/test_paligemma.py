@@ -17,7 +17,7 @@ from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.serving.sessions import Session
 from support.references.picture_prompts import reference_inputs
 from support.references.steps import QUESTION, ask
-from support.references.transformers_answers import greedy_answer
+from support.references.transformers_runs import greedy_answer
 
 
 def test_two_pictures_in_the_other_dialect(

@@ -27,7 +27,7 @@ from support.models.small_models import (
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, ask
-from support.references.transformers_answers import greedy_answer
+from support.references.transformers_runs import greedy_answer
 
 IMAGES = [
     # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone

@@ -25,11 +25,12 @@ from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of
 from support.references.masking import Sequence, embedded, likeliest, masked_forward
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
     IN_LLM,
     ON_A_GRID,
+    READ_THE_QUESTION,
+    READING_SANITIZERS,
     TWO_STAGES,
     asking_rows,
 )

@@ -22,7 +22,7 @@ from transformers import (
 from sinkprune import Pipeline
 from support.models.small_models import LLAVA_VARIANTS, SHAPES
 from support.references.steps import ask
-from support.references.transformers_answers import greedy_answer
+from support.references.transformers_runs import greedy_answer
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]
 

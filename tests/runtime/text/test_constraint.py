@@ -21,7 +21,7 @@ from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.serving.forms import Grammars
 from support.models.checkpoints import IMAGE_TOKEN, tokenizer
-from support.references.answer_encoders import STOP, answer_encoder
+from support.references.prompt_encoders import STOP, answer_encoder
 
 Schema = dict[str, Any]
 KINDS = ("pocket", "qwen", "llama")

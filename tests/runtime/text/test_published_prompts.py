@@ -31,7 +31,7 @@ from support.models.checkpoints import MISTRAL_TEMPLATE, TEMPLATE
 from support.models.clips import frames
 from support.models.internvl_checkpoints import TEMPLATE as INTERNVL_TEMPLATE
 from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
-from support.models.tool_templates import TOOL_TEMPLATE
+from support.models.qwen_checkpoints import TOOL_TEMPLATE
 from support.references.picture_prompts import clips_of, processed
 
 QWEN = ("qwen", "qwen2-vl", "qwen3-vl")

@@ -21,7 +21,7 @@ from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.forms import Grammars
 from sinkprune.serving.responses import AnswerPart, ToolAnswerReader
 from support.models.qwen_checkpoints import IMAGE_TOKEN, qwen_tokenizer
-from support.references.answer_encoders import STOP, answer_encoder
+from support.references.prompt_encoders import STOP, answer_encoder
 
 VOCABULARY = 700
 WORD = {"type": "string", "pattern": "^[a-z}<\\n]{0,4}$"}

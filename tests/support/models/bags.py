@@ -109,12 +109,7 @@ def write_metadata(mcap: Path, types: Mapping[str, str], count: int) -> None:
     """Write the `metadata.yaml` next to an MCAP file, without which rosbags reads nothing."""
     topics = [
         {
-            "topic_metadata": {
-                "name": name,
-                "type": kind,
-                "serialization_format": "cdr",
-                "offered_qos_profiles": "",
-            },
+            "topic_metadata": {"name": name, "type": kind, "serialization_format": "cdr", "offered_qos_profiles": ""},
             "message_count": count // len(types),
         }
         for name, kind in types.items()

@@ -19,6 +19,8 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from support.models.peer_shapes import sizes
+
 VOCAB = 384
 IMAGE_TOKEN = 380
 TEMPLATE = (
@@ -145,11 +147,7 @@ def save_random_model(
 def small_decoder(num_layers: int, num_kv_heads: int) -> dict[str, Any]:
     """Return the shape that the decoders of all small checkpoints have."""
     return {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": num_kv_heads,
+        **sizes(64, 160, num_layers, 4, num_kv_heads),
         "vocab_size": VOCAB,
         "max_position_embeddings": 1024,
         # Large enough that attention is far from uniform and logits far from tied.
@@ -160,10 +158,7 @@ def small_decoder(num_layers: int, num_kv_heads: int) -> dict[str, Any]:
 def _vision(image_size: int) -> dict[str, Any]:
     return {
         "model_type": "clip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
+        **sizes(64, 128, 4, 4),
         "image_size": image_size,
         "patch_size": 14,
         "initializer_factor": 4.0,
@@ -179,9 +174,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = as_llama(Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)))
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=IMAGE_TOKEN,
-        special_tokens=["<unk>", "<s>", "</s>", *byte_tokens],
-        show_progress=False,
+        vocab_size=IMAGE_TOKEN, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
     )
     text = "USER: ASSISTANT: What is in the picture? Describe the image. Which colour is the cup on the table?"
     backend.train_from_iterator([text, text.lower()], trainer)

@@ -12,28 +12,18 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.source import ExportRequest
+from support.models.peer_shapes import sizes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llava",
     "image_token_index": 300,
     "vision_config": {
         "model_type": "clip_vision_model",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
+        **sizes(128, 256, 3, 2),
         "image_size": 336,
         "patch_size": 14,
     },
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 320,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-    },
+    "text_config": {"model_type": "llama", **sizes(256, 320, 4, 4, 2), "vocab_size": 320},
 }
 NEXT_CONFIG: dict[str, Any] = {
     **CONFIG,
@@ -47,19 +37,11 @@ INTERNVL_CONFIG: dict[str, Any] = {
     "image_seq_length": 16,
     "vision_config": {
         "model_type": "internvl_vision",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **sizes(128, 256, 2, 2),
         "attention_bias": True,
         "image_size": [112, 112],
     },
-    "text_config": {
-        **CONFIG["text_config"],
-        "model_type": "qwen3",
-        "head_dim": 64,
-        "eos_token_id": 300,
-    },
+    "text_config": {**CONFIG["text_config"], "model_type": "qwen3", "head_dim": 64, "eos_token_id": 300},
 }
 # The tower's heads are 80, as in the real model.
 QWEN_CONFIG: dict[str, Any] = {
@@ -77,11 +59,7 @@ QWEN_CONFIG: dict[str, Any] = {
         "fullatt_block_indexes": [1, 3],
     },
     "text_config": {
-        "hidden_size": 256,
-        "intermediate_size": 320,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **sizes(256, 320, 4, 4, 2),
         "vocab_size": 320,
         "eos_token_id": 305,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
@@ -106,11 +84,7 @@ QWEN3_CONFIG: dict[str, Any] = {
         "deepstack_visual_indexes": [0, 1, 2],
     },
     "text_config": {
-        "hidden_size": 128,
-        "intermediate_size": 160,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        **sizes(128, 160, 24, 2, 1),
         "head_dim": 64,
         "vocab_size": 320,
         "eos_token_id": 305,
@@ -119,34 +93,24 @@ QWEN3_CONFIG: dict[str, Any] = {
 }
 # Heads of the tower and of the decoder are 72 and 256, as in the real model. The last segment has a single layer,
 # which gives keys and values only.
-_GEMMA: dict[str, Any] = {
-    "model_type": "gemma",
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 320,
-}
+_GEMMA: dict[str, Any] = {"model_type": "gemma", "head_dim": 256, "vocab_size": 320}
 PI0_CONFIG: dict[str, Any] = {
     "model_type": "pi0",
     "vlm_config": {
         "model_type": "paligemma",
         "image_token_id": 320,
         "projection_dim": 256,
-        "text_config": {**_GEMMA, "hidden_size": 256, "intermediate_size": 320},
+        "text_config": {**_GEMMA, **sizes(256, 320, 4, 2, 1)},
         "vision_config": {
             "model_type": "siglip_vision_model",
-            "hidden_size": 144,
-            "intermediate_size": 288,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
+            **sizes(144, 288, 3, 2),
             "image_size": 224,
             "patch_size": 14,
             "projection_dim": 256,
             "vision_use_head": False,
         },
     },
-    "dit_config": {**_GEMMA, "hidden_size": 128, "intermediate_size": 192},
+    "dit_config": {**_GEMMA, **sizes(128, 192, 4, 2, 1)},
     "chunk_size": 10,
 }
 PALIGEMMA_CONFIG: dict[str, Any] = PI0_CONFIG["vlm_config"]

@@ -12,6 +12,7 @@ from transformers import InternVLConfig
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from support.models.checkpoints import save_random_model, small_decoder
+from support.models.peer_shapes import sizes
 from support.models.qwen_checkpoints import qwen_tokenizer
 
 IMAGE_TOKEN = 375
@@ -57,15 +58,7 @@ def make_internvl_checkpoint(folder: Path, shape: InternVLShape, seed: int = 0) 
     """Write a checkpoint with random weights, tokenizer, processors and chat template."""
     side, square = shape.image_size, {"height": shape.image_size, "width": shape.image_size}
     config = InternVLConfig(
-        vision_config={
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": [side, side],
-            "initializer_range": 0.1,
-            **shape.vision,
-        },
+        vision_config={**sizes(48, 96, 3, 4), "image_size": [side, side], "initializer_range": 0.1, **shape.vision},
         text_config={
             **small_decoder(shape.num_layers, shape.num_kv_heads),
             "bos_token_id": 370,

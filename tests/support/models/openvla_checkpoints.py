@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from support.models import peer_shapes
 from support.models.checkpoints import as_llama, with_specials
 
 VOCAB, PAD, EMPTY, STOP = 32064, 32000, 29871, 2
@@ -106,11 +107,7 @@ def config(shape: OpenVlaShape) -> dict[str, Any]:
             "model_type": "llama",
             "vocab_size": VOCAB,
             "pad_token_id": PAD,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INNER,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
+            **peer_shapes.sizes(HIDDEN, INNER, shape.num_layers, shape.num_heads, shape.num_kv_heads),
         },
     }
 

@@ -1,4 +1,4 @@
-"""Small configurations for the benchmark of peers: presets with fewer and narrower layers."""
+"""Small configurations: sizes of layers, and presets with fewer and narrower ones for the benchmark of peers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from typing import Any
 
 from sinkprune.export.checkpoint.presets import PRESETS
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 384,
-    "max_position_embeddings": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_SQUARE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "projection_dim": 64,
-}
+
+def sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """Return the sizes of a transformer in the words of config.json."""
+    own = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**own, "num_attention_heads": heads, **({} if kv_heads is None else {"num_key_value_heads": kv_heads})}
+
+
+_TEXT: dict[str, Any] = {"vocab_size": 384, "max_position_embeddings": 1024, **sizes(64, 160, 4, 4, 2)}
+_SQUARE: dict[str, Any] = {**sizes(64, 128, 3, 4), "projection_dim": 64}
 _MARKS = {"image_token_id": 375, "video_token_id": 376, "vision_start_token_id": 373, "vision_end_token_id": 374}
 
 
@@ -42,21 +35,13 @@ def _qwen(preset: str, vision: dict[str, Any], sections: list[int], **text: Any)
 
 
 LLAVA = _small("llava-1.1b", _SQUARE, {}, image_token_index=380)
-QWEN = _qwen(
-    "qwen2.5-vl-3b",
-    {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "fullatt_block_indexes": [1]},
-    [2, 3, 3],
-)
+_WINDOWS = {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "fullatt_block_indexes": [1]}
+QWEN = _qwen("qwen2.5-vl-3b", _WINDOWS, [2, 3, 3])
 # A table of 5 x 5, which a picture of 96 pixels does not fit
 _TABLE = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2, 3]}
-QWEN3 = _qwen(
-    "qwen3-vl-2b",
-    {"depth": 5, "hidden_size": 48, "intermediate_size": 96, **_TABLE},
-    [6, 5, 5],
-    head_dim=32,
-)
-_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 4}
-_PI0, _SIZES = PRESETS["pi0"], {"max_position_embeddings": 1024, **_HEADS}
+_DEEP = {"depth": 5, "hidden_size": 48, "intermediate_size": 96, **_TABLE}
+QWEN3 = _qwen("qwen3-vl-2b", _DEEP, [6, 5, 5], head_dim=32)
+_PI0, _HEADS = PRESETS["pi0"], {"max_position_embeddings": 1024, "head_dim": 32}
 _VLM = _PI0["vlm_config"]
 PI0: dict[str, Any] = {
     **_PI0,
@@ -64,16 +49,10 @@ PI0: dict[str, Any] = {
         **_VLM,
         "projection_dim": 64,
         "image_token_id": 384,
-        "text_config": {
-            **_VLM["text_config"],
-            **_SIZES,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "vocab_size": 384,
-        },
+        "text_config": {**_VLM["text_config"], **_HEADS, **sizes(64, 160, 4, 2, 1), "vocab_size": 384},
         "vision_config": {**_VLM["vision_config"], **_SQUARE, "image_size": 56},
     },
-    "dit_config": {**_PI0["dit_config"], **_SIZES, "hidden_size": 48, "intermediate_size": 96},
+    "dit_config": {**_PI0["dit_config"], **_HEADS, **sizes(48, 96, 4, 2, 1)},
     "chunk_size": 6,
     "max_state_dim": 5,
     "max_action_dim": 5,

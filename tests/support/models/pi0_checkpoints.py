@@ -1,8 +1,9 @@
-"""Small random pi0 checkpoints in Hugging Face format, with random statistics."""
+"""Small random checkpoints of pi0, pi0.5 and PaliGemma in Hugging Face format, policies with random statistics."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PI0Config,
+    PI0ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+
+from support.models.peer_shapes import sizes
 
 VOCAB = 320
 IMAGE_TOKEN = VOCAB
@@ -74,29 +84,19 @@ def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
 
 def pi0_config(shape: Pi0Shape) -> PI0Config:
     """The configuration of a small pi0."""
-    heads = {"num_attention_heads": shape.num_heads, "num_key_value_heads": 1, "head_dim": 16}
+    decoder, expert = (
+        {"model_type": "gemma", "head_dim": 16, **sizes(width, inner, shape.num_layers, shape.num_heads, 1)}
+        for width, inner in ((64, 96), (32, 64))
+    )
     return PI0Config(
         vlm_config={
             "model_type": "paligemma",
             "projection_dim": 64,
             "image_token_id": IMAGE_TOKEN,
-            "text_config": {
-                "model_type": "gemma",
-                "hidden_size": 64,
-                "num_hidden_layers": shape.num_layers,
-                "intermediate_size": 96,
-                "vocab_size": VOCAB,
-                **heads,
-            },
+            "text_config": {**decoder, "vocab_size": VOCAB},
             "vision_config": siglip_config(shape.image_size, 64),
         },
-        dit_config={
-            "model_type": "gemma",
-            "hidden_size": 32,
-            "num_hidden_layers": shape.num_layers,
-            "intermediate_size": 64,
-            **heads,
-        },
+        dit_config=expert,
         chunk_size=shape.chunk,
         max_state_dim=shape.state_dim,
         max_action_dim=shape.action_dim,
@@ -121,10 +121,7 @@ def siglip_config(image_size: int, width: int) -> dict[str, Any]:
     """The tower of a small PaliGemma, for a decoder of this `width`."""
     return {
         "model_type": "siglip_vision_model",
-        "hidden_size": 96,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        **sizes(96, 64, 3, 4),
         "image_size": image_size,
         "patch_size": 14,
         "projection_dim": width,
@@ -158,4 +155,98 @@ def pi0_tokenizer(
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+EXPERT = "paligemma_with_expert.gemma_expert.model."
+_PI0_ONLY = re.compile(r"state_proj|action_time_mlp|gemma_expert.*norm")
+Array = np.ndarray[Any, Any]
+
+
+def make_pi05_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
+    """Write a pi0.5 checkpoint with random weights, tokenizer and statistics by ranges into the new `folder`."""
+    make_pi0_checkpoint(folder, shape, seed)
+    random, config = np.random.default_rng(seed), json.loads((folder / "config.json").read_text())
+    width = config["dit_config"]["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: values for name, values in tensors.items() if not _PI0_ONLY.search(name)}
+    norms = [f"layers.{layer}.{which}_layernorm" for layer in range(shape.num_layers) for which in _NORMS]
+    layers = {f"{EXPERT}{norm}.dense": 3 for norm in (*norms, "norm")} | {"time_mlp_in": 1, "time_mlp_out": 1}
+    for name, parts in layers.items():
+        # Large enough that scales, shifts and gates differ from 0 by far, and from step to step.
+        tensors[f"{name}.weight"] = drawn(random, 1.5 * width**-0.5, parts * width, width)
+        tensors[f"{name}.bias"] = drawn(random, 0.5, parts * width)
+    save_file(tensors, folder / "model.safetensors")
+    config |= {"model_type": "pi05", "architectures": ["PI05Policy"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    for name, count in (("state", shape.state_dim - 1), ("actions", shape.action_dim - 1)):
+        for which, least in (("mean", None), ("std", None), ("low", -1.5), ("high", 0.5)):
+            settings.pop(f"{name}_{which}", None)
+            if least is not None and shape.statistics:
+                settings[f"{name}_{which}"] = [round(float(x), 3) for x in random.uniform(least, least + 1, count)]
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+_NORMS = ("input", "post_attention")
+
+
+def drawn(random: np.random.Generator, std: float, *shape: int) -> Array:
+    return (std * random.standard_normal(shape)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PaliGemmaShape:
+    """What the small checkpoints of PaliGemma differ in."""
+
+    image_size: int = 112
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    vocab_size: int = 384
+    image_token: int = IMAGE_TOKEN
+    tied: bool = True
+    bias: bool = False
+    """Whether the projections of attention have biases."""
+
+
+def make_paligemma_checkpoint(folder: Path, shape: PaliGemmaShape, seed: int = 0) -> Path:
+    """Write a checkpoint with random weights, tokenizer and image processor, but no chat template, into `folder`."""
+    torch.manual_seed(seed)
+    model = PaliGemmaForConditionalGeneration(paligemma_config(shape)).eval()
+    draw_weights(model, model.model.language_model)
+    with torch.no_grad():
+        # Few answers have bytes that are no text, of which transformers decodes a whole run at once.
+        model.lm_head.weight[4:260] *= 0.2
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    pi0_tokenizer().save_pretrained(folder)
+    size = shape.image_size
+    processor = {
+        "image_processor_type": "SiglipImageProcessor",
+        "processor_class": "PaliGemmaProcessor",
+        "do_convert_rgb": None,
+        **siglip_pixels(size),
+        "size": {"height": size, "width": size},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
+    """The configuration of a small PaliGemma."""
+    return PaliGemmaConfig(
+        projection_dim=72,
+        image_token_index=shape.image_token,
+        tie_word_embeddings=shape.tied,
+        text_config={
+            "model_type": "gemma",
+            **sizes(72, 96, shape.num_layers, shape.num_heads, shape.num_kv_heads),
+            "head_dim": 16,
+            "vocab_size": shape.vocab_size,
+            "attention_bias": shape.bias,
+            "max_position_embeddings": 1024,
+        },
+        vision_config=siglip_config(shape.image_size, 72),
     )

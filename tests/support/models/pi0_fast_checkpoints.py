@@ -18,8 +18,7 @@ from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Pre
 from sinkprune.export.checkpoint import lerobot
 from sinkprune.export.checkpoint.presets import PRESETS
 from support.models.lerobot_checkpoints import policy_fields, write_pipelines
-from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
-from support.models.pi0_checkpoints import pi0_tokenizer
+from support.models.pi0_checkpoints import PaliGemmaShape, make_paligemma_checkpoint, pi0_tokenizer
 
 VOCAB, SKIP, FAST = 480, 4, 120
 """The tokens of the small vocabulary, those at its end, and the most of FAST before them."""

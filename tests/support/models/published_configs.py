@@ -1,4 +1,4 @@
-"""The config.json and the processor settings of published checkpoints, as the hub has them."""
+"""The config.json and the processor settings of published checkpoints, without fields that no code here names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 # llava-hf/llava-1.5-7b-hf leaves most of the decoder's shape to Llama's defaults.
 _LLAVA: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
-    "ignore_index": -100,
     "image_token_index": 32000,
     "model_type": "llava",
     "pad_token_id": 32001,
     "projector_hidden_act": "gelu",
     "text_config": {
-        "_name_or_path": "lmsys/vicuna-7b-v1.5",
         "architectures": ["LlamaForCausalLM"],
         "max_position_embeddings": 4096,
         "model_type": "llama",
         "rms_norm_eps": 1e-05,
-        "torch_dtype": "float16",
         "vocab_size": 32064,
     },
     "tie_word_embeddings": False,
-    "torch_dtype": "float16",
     "vision_config": {
         "hidden_size": 1024,
         "image_size": 336,
@@ -47,10 +43,8 @@ _LLAVA_NEXT: dict[str, Any] = {
     "image_grid_pinpoints": PINPOINTS,
     "model_type": "llava_next",
     "text_config": {**_LLAVA["text_config"], "pad_token_id": 0},
-    "use_image_newline_parameter": True,
 }
 _MISTRAL: dict[str, Any] = {
-    "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2",
     "architectures": ["MistralForCausalLM"],
     "intermediate_size": 14336,
     "max_position_embeddings": 32768,
@@ -59,23 +53,19 @@ _MISTRAL: dict[str, Any] = {
     "rms_norm_eps": 1e-05,
     "rope_theta": 1000000.0,
     "sliding_window": None,
-    "torch_dtype": "bfloat16",
     "vocab_size": 32064,
 }
 # Qwen2-VL and Qwen2.5-VL have the decoder's settings at the top.
 _QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
-    "attention_dropout": 0.0,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
-    "vision_token_id": 151654,
     "image_token_id": 151655,
     "video_token_id": 151656,
     "hidden_act": "silu",
     "hidden_size": 3584,
-    "initializer_range": 0.02,
     "intermediate_size": 18944,
     "max_position_embeddings": 32768,
     "max_window_layers": 28,
@@ -87,7 +77,6 @@ _QWEN2: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "sliding_window": 32768,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "use_cache": True,
     "use_sliding_window": False,
     "vision_config": {
@@ -99,7 +88,6 @@ _QWEN2: dict[str, Any] = {
         "hidden_size": 3584,
         "patch_size": 14,
         "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
         "temporal_patch_size": 2,
     },
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
@@ -120,7 +108,6 @@ _QWEN25: dict[str, Any] = {
         "out_hidden_size": 3584,
         "patch_size": 14,
         "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 2,
@@ -143,14 +130,12 @@ _QWEN3: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "text_config": {
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": 151643,
         "dtype": "bfloat16",
         "eos_token_id": 151645,
         "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": 2048,
-        "initializer_range": 0.02,
         "intermediate_size": 6144,
         "max_position_embeddings": 262144,
         "model_type": "qwen3_vl_text",
@@ -172,7 +157,6 @@ _QWEN3: dict[str, Any] = {
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": 1024,
         "in_channels": 3,
-        "initializer_range": 0.02,
         "intermediate_size": 4096,
         "model_type": "qwen3_vl",
         "num_heads": 16,
@@ -199,27 +183,19 @@ _COSMOS3: dict[str, Any] = {
 _INTERN_VIT: dict[str, Any] = {
     "architectures": ["InternVisionModel"],
     "attention_bias": True,
-    "attention_dropout": 0.0,
     "dropout": 0.0,
     "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
     "hidden_size": 1024,
     "image_size": [448, 448],
-    "initializer_factor": 0.1,
-    "initializer_range": 1e-10,
     "intermediate_size": 4096,
     "layer_norm_eps": 1e-06,
-    "layer_scale_init_value": 0.1,
     "model_type": "internvl_vision",
     "norm_type": "layer_norm",
     "num_attention_heads": 16,
     "num_channels": 3,
     "num_hidden_layers": 24,
     "patch_size": [14, 14],
-    "projection_dropout": 0.0,
-    "torch_dtype": "bfloat16",
     "use_absolute_position_embeddings": True,
-    "use_mask_token": False,
     "use_mean_pooling": True,
     "use_qk_norm": False,
 }
@@ -233,12 +209,10 @@ _INTERNVL: dict[str, Any] = {
     "projector_hidden_act": "gelu",
     "text_config": {
         "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
         "hidden_act": "silu",
         "hidden_size": 896,
-        "initializer_range": 0.02,
         "intermediate_size": 4864,
         "max_position_embeddings": 32768,
         "max_window_layers": 70,
@@ -250,12 +224,10 @@ _INTERNVL: dict[str, Any] = {
         "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
         "rope_theta": 1000000.0,
         "sliding_window": None,
-        "torch_dtype": "bfloat16",
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": 151674,
     },
-    "torch_dtype": "bfloat16",
     "transformers_version": "4.52.0.dev0",
     "vision_config": _INTERN_VIT,
     "vision_feature_layer": -1,
@@ -267,19 +239,14 @@ _INTERNVL35: dict[str, Any] = {
     "text_config": {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": 151643,
-        "debug": False,
         "eos_token_id": 151645,
-        "ep_size": 1,
         "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": 1024,
-        "initializer_range": 0.02,
         "intermediate_size": 3072,
         "max_position_embeddings": 40960,
         "max_window_layers": 28,
-        "micro_forward": False,
         "model_type": "qwen3",
         "num_attention_heads": 16,
         "num_hidden_layers": 28,
@@ -287,11 +254,8 @@ _INTERNVL35: dict[str, Any] = {
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 1000000,
-        "skip_checkpoint": False,
         "sliding_window": None,
-        "torch_dtype": "bfloat16",
         "use_cache": True,
-        "use_deepep": False,
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
@@ -302,7 +266,6 @@ _PALIGEMMA: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
     "hidden_size": 2048,
-    "ignore_index": -100,
     "image_token_index": 257152,
     "model_type": "paligemma",
     "pad_token_id": 0,
@@ -313,12 +276,9 @@ _PALIGEMMA: dict[str, Any] = {
         "model_type": "gemma",
         "num_attention_heads": 8,
         "num_hidden_layers": 18,
-        "num_image_tokens": 1024,
         "num_key_value_heads": 1,
-        "torch_dtype": "float32",
         "vocab_size": 257216,
     },
-    "torch_dtype": "float32",
     "vision_config": {
         "hidden_size": 1152,
         "image_size": 448,
@@ -326,7 +286,6 @@ _PALIGEMMA: dict[str, Any] = {
         "model_type": "siglip_vision_model",
         "num_attention_heads": 16,
         "num_hidden_layers": 27,
-        "num_image_tokens": 1024,
         "patch_size": 14,
         "projection_dim": 2048,
         "projector_hidden_act": "gelu_fast",
@@ -353,10 +312,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Parsed config.json, by the name of its preset where there is one."""
 
-_CLIP_COLOURS = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+_CLIP_COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _QWEN25_PROCESSOR: dict[str, Any] = {
     "min_pixels": 3136,
     "max_pixels": 12845056,
@@ -365,7 +321,6 @@ _QWEN25_PROCESSOR: dict[str, Any] = {
     "merge_size": 2,
     **_CLIP_COLOURS,
     "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "internvl3-1b": {
@@ -379,7 +334,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.229, 0.224, 0.225],
         "max_patches": 12,
         "min_patches": 1,
-        "processor_class": "InternVLProcessor",
         "resample": 3,
         "rescale_factor": 0.00392156862745098,
         "size": {"height": 448, "width": 448},
@@ -393,13 +347,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "SiglipImageProcessor",
         "image_seq_length": 1024,
         "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "PaliGemmaProcessor",
         "resample": 3,
         "rescale_factor": 0.00392156862745098,
         "size": {"height": 448, "width": 448},
     },
     "llava-next-mistral-7b": {
-        "aspect_ratio_setting": "anyres",
         "crop_size": {"height": 336, "width": 336},
         "do_center_crop": True,
         "do_convert_rgb": True,
@@ -409,7 +361,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": PINPOINTS,
         **_CLIP_COLOURS,
         "image_processor_type": "LlavaNextImageProcessor",
-        "processor_class": "LlavaNextProcessor",
         "resample": 3,
         "rescale_factor": 0.00392156862745098,
         "size": {"shortest_edge": 336},
@@ -423,7 +374,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "merge_size": 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
         "image_processor_type": "Qwen2VLImageProcessorFast",
     },
 }

@@ -8,15 +8,16 @@ from pathlib import Path
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
-from support.models.paligemma_checkpoints import PaliGemmaShape, make_paligemma_checkpoint
-from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
-from support.models.pi05_checkpoints import make_pi05_checkpoint
+from support.models.pi0_checkpoints import (
+    PaliGemmaShape,
+    Pi0Shape,
+    make_paligemma_checkpoint,
+    make_pi0_checkpoint,
+    make_pi05_checkpoint,
+)
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
-SHAPES = {
-    "mha-336": Shape(),
-    "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
-}
+SHAPES = {"mha-336": Shape(), "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True)}
 
 _SMALL = Shape(image_size=112, num_kv_heads=2)
 LLAVA_VARIANTS = {
@@ -48,10 +49,7 @@ TOOL_SHAPES = {
 CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
 """Those that have no text between the frames of a clip."""
 
-NEXT_SHAPES = {
-    "next": NextShape(),
-    "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
-}
+NEXT_SHAPES = {"next": NextShape(), "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2)}
 
 
 PI0_SHAPES = {

@@ -1,13 +1,20 @@
-"""Runs the commands by their entry points, and asserts refusals."""
+"""Runs the commands by their entry points, parses their options, kills them, and asserts refusals."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
+import signal
+import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sinkprune.calibration.commands.calibrate import main as calibrate
 from sinkprune.calibration.commands.evaluate import main as evaluate
@@ -96,3 +103,43 @@ def assert_refused(outcome: Outcome, *said: str) -> None:
     assert message.count("\n") == 1
     for words in said:
         assert words in outcome.stderr
+
+
+def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> None:
+    """Run a command in a new process, and kill it when something in `folder` matches `pattern`.
+
+    The command ends by itself if the match is too short to be found.
+    """
+    words = own_process(command, *arguments)
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not any(folder.glob(pattern)) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.kill()
+        _, stderr = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), stderr
+
+
+def left(output: Path) -> list[str]:
+    """Return the temporary files and folders next to `output`."""
+    return sorted(path.name for path in output.parent.iterdir() if path.name.startswith(f".{output.name}."))
+
+
+class Parsed(Exception):
+    """A command's options were accepted."""
+
+
+def check_options(command: str, *words: str) -> argparse.Namespace:
+    """Return what a command's parser makes of the words. The test fails if the parser rejects them."""
+    found: list[argparse.Namespace] = []
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
+        found.append(parse(self, *given, **named))
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        run(command, *words)
+    return found[0]

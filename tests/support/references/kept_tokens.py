@@ -13,9 +13,17 @@ from sinkprune.contract.precision import DTYPES
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from support.models.chosen_heads import WITH_HEADS
 from support.models.graphs import Run
-from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import IN_LLM, ON_A_GRID, tops_rows, visionzip, vscan
+from support.references.reference_methods import (
+    IN_LLM,
+    ON_A_GRID,
+    READ_THE_QUESTION,
+    READING_SANITIZERS,
+    text_scores,
+    tops_rows,
+    visionzip,
+    vscan,
+)
 
 Array = np.ndarray[Any, Any]
 SANITIZING = [

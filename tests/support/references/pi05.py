@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, PI0Config, PI0ForConditionalGeneration
 
-from support.models.pi05_checkpoints import EXPERT
+from support.models.pi0_checkpoints import EXPERT
 from support.references.pi0 import Pi0Reference
 
 Array = np.ndarray[Any, Any]

@@ -1,7 +1,8 @@
-"""Tokenizers of every kind, each under our encoder and under transformers'."""
+"""Tokenizers of every kind, under our encoder and under transformers'; encoders whose answers start differently."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from sinkprune.export.checkpoint.presets import small_text
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.runtime.text.prompt import PromptEncoder
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, as_llama, tokenizer
+from support.models.qwen_checkpoints import qwen_tokenizer
+from support.programs.repository import ROOT
 
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
 
@@ -39,16 +42,7 @@ def byte_fallback() -> Tokenizer:
     vocabulary = {f"<{word}>": place for place, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = "▁abcdefghijklmnopqrstuvwxyz.,?:\n"
-    merges = [
-        ("▁", "t"),
-        ("h", "e"),
-        ("▁t", "he"),
-        ("i", "s"),
-        ("▁", "is"),
-        ("i", "m"),
-        ("im", "a"),
-        ("▁", "▁"),
-    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "s"), ("▁", "is"), ("i", "m"), ("im", "a"), ("▁", "▁")]
     for token in [*letters, *(a + b for a, b in merges)]:
         vocabulary[token] = len(vocabulary)
     while len(vocabulary) < IMAGE_TOKEN:
@@ -157,3 +151,37 @@ def assert_typed_text_stays_text(pair: Both, text: str) -> None:
     assert not special & {*prompt.texts[0][1:], *prompt.texts[-1]}
     decoded = pair.ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False)
     assert decoded.replace("▁", " ").strip() == f"{text} ASSISTANT:".strip()
+
+
+POCKET = ROOT / "src/sinkprune/demo/pocket"
+_TEMPLATE = b"{{ messages[0]['content'] }}"
+STOP = {"pocket": (2,), "qwen": (372, 370), "llama": (2,)}
+"""The stop tokens, by the name of the kind."""
+
+
+def answer_encoder(kind: str) -> PromptEncoder:
+    """The encoder of one kind.
+
+    The decoder of `pocket` takes a space from the start that the encoder does not add. `llama` does both, and has
+    byte tokens for all but a few words. `qwen` does neither.
+    """
+    if kind == "pocket":
+        return PromptEncoder((POCKET / "tokenizer.json").read_bytes(), _TEMPLATE, Tokens(3, STOP[kind], "", "</s>"))
+    if kind == "qwen":
+        backend = qwen_tokenizer().backend_tokenizer
+        names = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
+        image = names["<|image_pad|>"]
+        return PromptEncoder(backend.to_str().encode(), _TEMPLATE, Tokens(image, STOP[kind], "", "<|im_end|>"))
+    return PromptEncoder(_llama().to_str().encode(), _TEMPLATE, Tokens(3, STOP[kind], "<s>", "</s>"))
+
+
+def _llama() -> Tokenizer:
+    pieces = ["<unk>", "<s>", "</s>", "<image>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *map(chr, range(33, 127)), "re", "d", "▁re", "▁red", "red", '"▁', "▁{", "▁▁"]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("r", "e"), ("▁", "re"), ("▁re", "d"), ("re", "d"), ('"', "▁"), ("▁", "{"), ("▁", "▁")]
+    backend = as_llama(
+        Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    )
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in pieces[:4]])
+    return Tokenizer.from_str(json.dumps(json.loads(backend.to_str())))

@@ -35,12 +35,7 @@ def centred(tokens: Array) -> tuple[Array, Array]:
 
 
 def diversity(
-    tokens: Array,
-    candidates: list[int],
-    kept: list[int],
-    count: int,
-    rounds: int,
-    preference: Array | None = None,
+    tokens: Array, candidates: list[int], kept: list[int], count: int, rounds: int, preference: Array | None = None
 ) -> list[int]:
     """Rule 4: `count` candidates least similar to what is kept, in `rounds` rounds or more.
 

@@ -1,7 +1,8 @@
 """A fake of the TensorRT library, for machines without the library or a GPU. Its engines compute with ONNX Runtime.
 
 Engines read and write the host memory of a `FakeDevice` at the addresses of their tensors, in the order of its
-stream. The fake asserts what the library's documentation requires of callers.
+stream. The fake asserts what the library's documentation requires of callers. `Rig` is a pipeline on it, with the
+real chain and backend.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from sinkprune.contract.bundle import Bundle
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import ENGINES, FORMAT_VERSION, EnginesManifest, EngineSpec, Limits
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.build import small_jobs
 from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 from support.stand_ins.fake_device import FakeDevice
 
 Array = np.ndarray[Any, Any]
@@ -250,11 +254,7 @@ class FakeBuild:
         ENGINES.write(self.folder, replace(self.manifest, **changes))
 
 
-def build_fake_engines(
-    bundle: Bundle,
-    folder: Path,
-    activations: Mapping[str, int] = ACTIVATIONS,
-) -> FakeBuild:
+def build_fake_engines(bundle: Bundle, folder: Path, activations: Mapping[str, int] = ACTIVATIONS) -> FakeBuild:
     """Write fake engines of every graph for `LIMITS`, and `engines.json`."""
     engines = {}
     jobs = {
@@ -306,3 +306,51 @@ def array_at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
     """Return the array at an address."""
     size = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)
+
+
+class Rig:
+    """A pipeline on fake engines and a fake device."""
+
+    def __init__(
+        self, bundle: Bundle, engines: Path, library: type[FakeTensorRT] = FakeTensorRT, **device: Any
+    ) -> None:
+        self.device = FakeDevice(**device)
+        self.library = library(self.device)
+        built = open_engines(engines, bundle)
+        self.backend = TensorRTBackend("tensorrt", self.library, self.device, built)
+        self.pipeline = Pipeline(bundle, self.backend, built)
+
+    def contexts(self, graph: str) -> list[FakeContext]:
+        return self.library.engines[graph].contexts
+
+    @property
+    def decoders(self) -> list[str]:
+        return [f"decoder_{segment}" for segment in range(len(self.pipeline.chain.decoders))]
+
+    def decode_calls(self) -> set[int]:
+        """Return the number of decode calls of each decoder, without replays."""
+        return self.calls(1)
+
+    def calls(self, profile: int) -> set[int]:
+        """Return the number of calls of each decoder with an optimisation profile, without replays."""
+        return {
+            sum(len(context.enqueued) for context in self.contexts(graph) if context.optimisation_profile == profile)
+            for graph in self.decoders
+        }
+
+    def enqueued(self) -> int:
+        """Return the number of calls of engines, without replays."""
+        return sum(len(context.enqueued) for engine in self.library.engines.values() for context in engine.contexts)
+
+    def clear(self) -> None:
+        self.device.calls.clear()
+        for engine in self.library.engines.values():
+            for context in engine.contexts:
+                context.enqueued.clear()
+
+
+def rig_of(bundle: Path, engines: Path) -> Rig:
+    """Write fake engines of a bundle to a new folder, and return a rig of them."""
+    opened = read_bundle(bundle)
+    build_fake_engines(opened, engines)
+    return Rig(opened, engines)

@@ -53,13 +53,7 @@ def top_rho(tokens: torch.Tensor, norms: torch.Tensor, count: int) -> Case:
     return Case(launches.top_rho_launches, memory, {"G": groups, "N": n, "D": width, "count": count})
 
 
-def diversity(
-    tokens: torch.Tensor,
-    candidate: torch.Tensor,
-    reserved: torch.Tensor,
-    count: int,
-    rounds: int,
-) -> Case:
+def diversity(tokens: torch.Tensor, candidate: torch.Tensor, reserved: torch.Tensor, count: int, rounds: int) -> Case:
     """Return the case of `DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]; writes `chosen`."""
     groups, n, width = tokens.shape
     memory = {

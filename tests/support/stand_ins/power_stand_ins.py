@@ -91,11 +91,7 @@ sys.exit(end)
 
 
 def install_tegrastats(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    lines: Sequence[str],
-    last: int | None = None,
-    end: str = "silence",
+    monkeypatch: pytest.MonkeyPatch, folder: Path, lines: Sequence[str], last: int | None = None, end: str = "silence"
 ) -> Path:
     """Put a `tegrastats` that prints `lines` in turn into an otherwise empty PATH, and return its path.
 

@@ -51,7 +51,6 @@ def run_verb(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
 
 def _explain(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> None:
     """Print the help or the version. Raises `UsageError` for words that name no verb."""
-
     if words and not words[0].startswith("-"):
         raise UsageError(
             unknown_name(f"{prog} has no verb {format_value(words[0])}", words[0], verbs, "Its verbs are")

@@ -45,13 +45,6 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
     Anything at `output` must be a folder of this kind with no files but those that its manifest lists, and `force`
     must be given.
     """
-    _check_name(output, kind)
-    recover(output, kind)
-    _check_replaceable(output, kind, force=force)
-
-
-def _check_name(output: Path, kind: ManifestFile) -> None:
-    """Reject a path that no folder can have, or that no message can show."""
     text = str(output)
     if "\0" in text:
         raise kind.error(f"the name {text!a} holds a NUL. Choose another.")
@@ -62,6 +55,8 @@ def _check_name(output: Path, kind: ManifestFile) -> None:
     above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
         raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
+    recover(output, kind)
+    _check_replaceable(output, kind, force=force)
 
 
 def _check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:

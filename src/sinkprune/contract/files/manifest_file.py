@@ -1,4 +1,4 @@
-"""JSON manifests with a format version, read without trust and written with sums of their files.
+"""JSON files with a version: manifests, read without trust and written with sums of their files; costs and the like.
 
 The common part of reading bundles and engines. Only files that the manifest lists are loaded, and they are held open
 (`held_files` in this package). Other files in the folder are an error.
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from sinkprune.contract.checks import Bounds, SchemaError, from_json, to_json
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.checks import Bounds, SchemaError, format_value, from_json, to_json
+from sinkprune.contract.errors import SinkpruneError, UsageError
 from sinkprune.contract.files.held_files import HeldFile
-from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.files.output_files import check_in_no_bundle, check_place, write_whole
 from sinkprune.contract.files.trust import Sign, Trust
 from sinkprune.contract.files.untrusted import (
     MANIFEST_BYTES,
@@ -29,13 +30,12 @@ from sinkprune.contract.files.untrusted import (
     UnreadableError,
     parsed_json,
     read_bytes,
+    read_json,
     url_of,
 )
 from sinkprune.contract.progress import OnProgress, unreported
 
 T = TypeVar("T")
-
-
 M = TypeVar("M", bound="ListsFiles")
 
 
@@ -277,5 +277,51 @@ def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> 
     return digest.hexdigest()
 
 
-def _encoded(manifest: Any) -> bytes:
-    return (json.dumps(to_json(manifest), indent=1) + "\n").encode()
+def _encoded(value: object) -> bytes:
+    return (json.dumps(to_json(value), indent=1) + "\n").encode()
+
+
+def write_versioned(path: str | os.PathLike[str], value: object) -> None:
+    """Write `value`, a dataclass, to the JSON file `path`.
+
+    Raises `OutputError` for a file that cannot be written, for a link or a device, and for a place within a bundle or
+    engines, which may hold no other files.
+    """
+    file = Path(path)
+    check_place(file)
+    check_in_no_bundle(file)
+    write_whole(file, _encoded(value))
+
+
+def read_versioned(
+    path: str | os.PathLike[str],
+    kind: type[T],
+    what: str,
+    version: int,
+    remedy: str,
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> T:
+    """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`, with `_` for spaces.
+
+    Raises `UsageError` for any other file; its message ends with `remedy`. `others` has the end of the message for
+    other kinds of files, by the field of their version.
+    """
+    field = f"{what.replace(' ', '_')}_version"
+    try:
+        data = read_json(Path(path))
+    except UnreadableError as error:
+        raise UsageError(f"the file of {what} '{path}' {error}. {remedy}") from error
+    if not isinstance(data, dict) or data.get(field) is None:
+        for other, said in others.items():
+            if isinstance(data, dict) and data.get(other) is not None:
+                raise UsageError(f"'{path}' {said}")
+        raise UsageError(f"'{path}' is no file of {what}: found no {field}. {remedy}")
+    found = data[field]
+    if type(found) is not int or found != version:
+        raise UsageError(
+            f"the {what} '{path}' have the version {format_value(found)}, this sinkprune reads {version}. {remedy}"
+        )
+    try:
+        return from_json(kind, data)
+    except SchemaError as error:
+        raise UsageError(f"the {what} '{path}' are malformed at {error}. {remedy}") from error

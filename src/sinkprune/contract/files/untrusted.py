@@ -12,7 +12,8 @@ import os
 import re
 import stat
 from contextlib import closing
-from typing import Any, BinaryIO, NoReturn
+from math import isfinite
+from typing import Any, BinaryIO
 
 MANIFEST_BYTES = 16 << 20
 """The limit of a manifest or a configuration, a hundred times what any has."""
@@ -137,25 +138,24 @@ def parsed_json(data: bytes | bytearray) -> Any:
     """
     try:
         text = decoded_text(data)
-        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise UnreadableError(_TOO_DEEP) from error
     except ValueError as error:
         raise UnreadableError(f"is not JSON: {error}") from error
     _check_depth(value)
     if b"\\ud" in data.lower():
-        _check_characters(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UnreadableError("holds half of a surrogate pair, which is no character") from error
     return value
-
-
-def _not_json(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number in JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:20]} is too large for a number")
+    if not isfinite(value):
+        raise ValueError(f"{text[:20]} is no number in JSON, or too large")
     return value
 
 
@@ -169,11 +169,3 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise UnreadableError(_TOO_DEEP)
-
-
-def _check_characters(value: Any) -> None:
-    """Reject an escaped half of a surrogate pair, which cannot be printed."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UnreadableError("holds half of a surrogate pair, which is no character") from error

@@ -29,10 +29,11 @@ from support.stand_ins.fake_tensorrt import (
     FakeEngine,
     FakeRuntime,
     FakeTensorRTRTX,
+    Rig,
     RuntimeConfig,
     build_fake_engines,
+    rig_of,
 )
-from support.stand_ins.tensorrt_rig import Rig, rig_of
 
 NEW_TOKENS = 4
 CAPTURED = 3

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import BackendError
 from support.references.steps import ask
-from support.stand_ins.tensorrt_rig import Rig, rig_of
+from support.stand_ins.fake_tensorrt import Rig, rig_of
 
 NEW_TOKENS = 4
 CAPTURED = 3

@@ -1,4 +1,4 @@
-"""Names that are nearly right: the message has the one that was meant."""
+"""Messages have the name that was meant, and warnings the line of the user's program."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sinkprune.engines.targets import new_builder
 from sinkprune.export.methods import load_method
 from sinkprune.jetson.boards import read_boards
 from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.steps.request import new_request
 from support.programs.commands import assert_refused, run
 
 
@@ -60,3 +61,9 @@ def test_a_command_names_what_was_meant(
 def test_a_name_like_no_other_means_none() -> None:
     for name in ("", "---", "42", None, 3):
         assert guessed(name, [*FAMILIES, *read_boards().boards]) == ""
+
+
+@pytest.mark.parametrize("options", [{"order": "bgr"}, {"seed": 1}])
+def test_a_warning_names_the_line_that_called(options: dict[str, object], recwarn: pytest.WarningsRecorder) -> None:
+    new_request("cup.png", "What?", **options)  # type: ignore[arg-type]
+    assert [warning.filename for warning in recwarn.list] == [__file__]

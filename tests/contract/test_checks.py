@@ -1,19 +1,33 @@
-"""JSON fields: missing, unknown, of another kind or out of bounds, they are rejected with their place."""
+"""Checks of values: JSON fields, ranges of numbers, and control characters in untrusted text."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Plan
-from sinkprune.contract.checks import OPTIONAL, Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.checks import (
+    OPTIONAL,
+    Bounds,
+    RealNumber,
+    SchemaError,
+    WholeNumber,
+    escaped,
+    from_json,
+    to_json,
+)
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.engines_manifest import EnginesManifest
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, Manifest
 
 Share = Annotated[int | float, Bounds(0, 1)]
@@ -137,3 +151,59 @@ def test_an_object_may_lack_an_optional_field_and_does_without_a_value() -> None
 def test_any_json_value_is_refused_as_a_whole(data: Any, kind: type) -> None:
     with pytest.raises(SchemaError):
         from_json(kind, data)
+
+
+WHOLE = WholeNumber("--count", 1, 100)
+REAL = RealNumber("--share", 0.0, sys.float_info.max, "0 or a larger finite number")
+
+
+@given(st.integers() | st.floats())
+def test_numbers_within_the_range_are_taken_and_no_others(number: float) -> None:
+    whole = isinstance(number, int) and 1 <= number <= 100
+    if whole:
+        assert (WHOLE.check(number), WHOLE(repr(number))) == (number, number)
+    if 0 <= number <= sys.float_info.max:
+        assert (REAL.check(number), REAL(repr(number))) == (float(number), float(number))
+    else:
+        for refuse in (lambda: REAL.check(number), lambda: REAL(repr(number))):
+            with pytest.raises(UsageError, match=r"^--share is .*, expected 0 or a larger finite number\.$"):
+                refuse()
+    for refuse in () if whole else (lambda: WHOLE.check(number), lambda: WHOLE(repr(number))):
+        with pytest.raises(UsageError, match=r"^--count is .*, expected a whole number from 1 to 100\.$"):
+            refuse()
+
+
+def test_what_is_no_number_of_the_kind() -> None:
+    for value in (np.int64(3), np.uint8(3), 3):
+        assert (type(WHOLE.check(value)), type(REAL.check(value))) == (int, float)
+    for wrong in (True, None, "3", b"3", [3], 3 + 0j, 10**5000, np.timedelta64(3, "s"), np.timedelta64(3, "ns")):
+        with pytest.raises(UsageError, match="--count is "):
+            WHOLE.check(wrong)
+        with pytest.raises(UsageError, match="--share is "):
+            REAL.check(wrong)
+    with pytest.raises(UsageError, match="--count is "):
+        WHOLE.check(np.float32(3))
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_obeys_is_left_and_all_else_is(text: str) -> None:
+    found = escaped(text)
+    assert not any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in found)
+    if all(character.isprintable() for character in text):
+        assert found == text
+
+
+def test_escape_sequences_are_written_as_in_python() -> None:
+    assert escaped("a\x1b[2J\x9b1m\r\nb\u202e\udcff") == r"a\x1b[2J\x9b1m\r\nb\u202e\udcff"
+    assert escaped("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
+    # Joiners and right-to-left letters stay.
+    joined = "\U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0631"
+    assert escaped(joined) == joined
+
+
+def test_an_error_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(arguments: object) -> None:
+        raise UsageError("'\x1b]0;owned\x07photo\n.jpg' is missing.")
+
+    assert run_command(body, None) == 2
+    assert capsys.readouterr().err == "error: '\\x1b]0;owned\\x07photo\\n.jpg' is missing.\n"
