@@ -64,12 +64,7 @@ def test_the_summary_names_what_was_written(
 
 
 @pytest.mark.parametrize(
-    ("name", "request_of"),
-    [
-        ("mha-336", {}),
-        ("gqa-112", {"weights": "int4"}),
-        ("pi0", {"budgets": ("prune-88.9",)}),
-    ],
+    ("name", "request_of"), [("mha-336", {}), ("gqa-112", {"weights": "int4"}), ("pi0", {"budgets": ("prune-88.9",)})]
 )
 def test_the_progress_of_an_export_ends_with_all_weights(
     name: str, request_of: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path

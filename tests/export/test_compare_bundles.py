@@ -31,11 +31,7 @@ def another_constant(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        (another_operator, ".op_type is 'Add', was 'Concat'"),
-        (another_constant, "].raw_data is "),
-    ],
+    ("change", "place"), [(another_operator, ".op_type is 'Add', was 'Concat'"), (another_constant, "].raw_data is ")]
 )
 def test_a_change_of_a_graph_is_found(
     change: Callable[[Graph], None], place: str, bundle: Callable[..., Path], copied: Path

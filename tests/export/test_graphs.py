@@ -47,23 +47,12 @@ def test_interfaces_are_the_contract(precision: str, dialect: str, cache: str, b
     expected: dict[str, tuple[dict, dict]] = {
         "vision": (
             {"pixel_values": ("float", ("G", 3, 112, 112))},
-            {
-                "tokens": ("float", ("G", 64, 64)),
-                "norms": ("float32", ("G", 64)),
-                "salience": ("float32", ("G", 64)),
-            },
+            {"tokens": ("float", ("G", 64, 64)), "norms": ("float32", ("G", 64)), "salience": ("float32", ("G", 64))},
         ),
-        "projector": (
-            {"tokens": ("float", ("G", "n", 64))},
-            {"embeddings": ("float", ("G", "n", D))},
-        ),
+        "projector": ({"tokens": ("float", ("G", "n", 64))}, {"embeddings": ("float", ("G", "n", D))}),
         "head": ({"hidden": ("float", (1, "S", D))}, {"logits": ("float", (1, 384))}),
         "sinkpruner/retain-64/sanitizer": (
-            {
-                "tokens": ("float", ("G", 64, 64)),
-                "norms": ("float32", ("G", 64)),
-                "salience": ("float32", ("G", 64)),
-            },
+            {"tokens": ("float", ("G", 64, 64)), "norms": ("float32", ("G", 64)), "salience": ("float32", ("G", 64))},
             {"kept_tokens": ("float", ("G", 15, 64)), "kept_index": ("int64", ("G", 15))},
         ),
     }

@@ -26,11 +26,7 @@ def export(without: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     ("package", "source"),
-    [
-        ("onnx", "llava-1.1b"),
-        ("transformers", "llava-1.1b"),
-        ("huggingface_hub", "someone/model"),
-    ],
+    [("onnx", "llava-1.1b"), ("transformers", "llava-1.1b"), ("huggingface_hub", "someone/model")],
 )
 def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tmp_path: Path) -> None:
     random = ["--random-weights"] if "/" not in source else []

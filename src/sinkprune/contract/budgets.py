@@ -304,13 +304,13 @@ LLAVA_NEXT = _family(
     LLAVA_NEXT_BUDGETS,
 )
 QWEN2_5_VL = _family(
-    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
+    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
 )
-QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
+QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
 QWEN3_VL = _family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
-    "qwen3_vl:Qwen3VL",
+    "qwen:Qwen3VL",
     "qwen:Qwen3VL",
     QWEN_BUDGETS,
     # The part of Cosmos3 that answers.

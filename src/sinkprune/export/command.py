@@ -261,12 +261,7 @@ def _parser() -> CommandParser:
         type=MAX_IMAGES,
         help="most images of a prompt (default: the cameras of a policy in LeRobot's form, else 1)",
     )
-    add(
-        "--max-frames",
-        type=MAX_FRAMES,
-        default=0,
-        help="accept clips of up to this many frames (default: no video)",
-    )
+    add("--max-frames", type=MAX_FRAMES, default=0, help="accept clips of up to this many frames (default: no video)")
     add("--min-pixels", type=MIN_PIXELS, help="enlarge images with fewer pixels (default: the checkpoint's)")
     add(
         "--max-pixels",

@@ -114,8 +114,7 @@ def test_chunks_equal_those_of_the_other_form(source: Path, photo: Image.Image, 
 
 
 @pytest.mark.parametrize(
-    ("mode", "low", "high"),
-    [("QUANTILES", "q01", "q99"), ("MIN_MAX", "min", "max"), ("QUANTILE10", "q10", "q90")],
+    ("mode", "low", "high"), [("QUANTILES", "q01", "q99"), ("MIN_MAX", "min", "max"), ("QUANTILE10", "q10", "q90")]
 )
 def test_ranges_become_minus_one_to_one(
     mode: str, low: str, high: str, source: Path, photo: Image.Image, tmp_path: Path
@@ -303,10 +302,7 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
             "another order than unn",
         ),
         (after(configured(0, eps=1e-3)), "in policy_postprocessor.json has the setting 'eps' 0.001, expected 1e-08"),
-        (
-            after(configured(0, norm_map={"ACTION": "LOG"})),
-            "normalises ACTION by 'LOG', expected STATE, VIS",
-        ),
+        (after(configured(0, norm_map={"ACTION": "LOG"})), "normalises ACTION by 'LOG', expected STATE, VIS"),
         (after(lambda steps: steps[0]["config"].pop("norm_map")), "'unnormalizer_processor' in .* has no norm_map"),
         (
             before(configured(6, norm_map={"STATE": "QUANTILES"})),

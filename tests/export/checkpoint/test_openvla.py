@@ -177,7 +177,7 @@ def test_published_files_read_as_the_presets(folder: Path) -> None:
     published = {name: value for name, value in PRESETS["openvla-7b"].items() if name != "action_dim"}
     for extra in ({}, {"timm_model_args": [{}, {}]}):
         config = {**published, **extra, "hf_llm_id": "meta-llama/Llama-2-7b-hf", "output_projector_states": False}
-        config = read_openvla("oft", folder, config, ExportRequest("oft").policy_options).files["config.json"]
+        config = read_openvla(ExportRequest("oft"), folder, config).files["config.json"]
         family = read_family("oft", config)
         assert family.language_model == read_family("preset", PRESETS["openvla-7b-oft"]).language_model
         assert (family.language_model.num_layers, family.language_model.vocab_size) == (32, 32064)

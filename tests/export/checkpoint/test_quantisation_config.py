@@ -8,7 +8,7 @@ import pytest
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
+from sinkprune.export.weights.quantised_weights import Quantisation, read_quantisation
 from support.models.quantised_checkpoints import Layout
 
 GPTQ, AWQ = Layout(group_size=128).config, Layout("awq", group_size=128).config

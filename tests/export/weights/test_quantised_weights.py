@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
-from sinkprune.export.checkpoint.quantisation_config import read_quantisation
 from sinkprune.export.weights import PRECISIONS
-from sinkprune.export.weights.quantised_weights import QuantisedWeights
+from sinkprune.export.weights.quantised_weights import QuantisedWeights, read_quantisation
 from support.models.quantised_checkpoints import Layout, Made, change_config, make_quantised, quantise, stored
 from support.programs.commands import assert_refused, run
 

@@ -84,7 +84,6 @@ class InternVL(LlamaShaped):
 
     name = "internvl"
     projector = "projector"
-    groups_are_frames = False
     # Within the model's positions, dynamic scaling changes nothing.
     rope_types = ("default", "linear", "dynamic")
     config_fields = _ConfigFields
@@ -179,9 +178,6 @@ class InternVL(LlamaShaped):
             known["video"] = self._video(settings, known)
         return known
 
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
-
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # Several tiles come with the whole image.
         tiles, frames = processor["max_patches"], processor["video"]["max_frames"] if "video" in processor else 1
@@ -221,11 +217,7 @@ class InternVL(LlamaShaped):
             ("vision_config.model_type", vision.model_type, ("internvl_vision",)),
             ("vision_config.hidden_act", vision.hidden_act, ACTIVATIONS),
             ("vision_config.norm_type", vision.norm_type, ("layer_norm", "rms_norm")),
-            (
-                "vision_config.use_absolute_position_embeddings",
-                vision.use_absolute_position_embeddings,
-                (True,),
-            ),
+            ("vision_config.use_absolute_position_embeddings", vision.use_absolute_position_embeddings, (True,)),
             ("projector_hidden_act", config.projector_hidden_act, ACTIVATIONS),
             ("vision_feature_layer", config.vision_feature_layer, (-1,)),
             ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),

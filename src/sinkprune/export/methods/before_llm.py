@@ -16,13 +16,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import (
-    ROUNDS,
-    centred,
-    cosines,
-    local_function,
-    unit_rows,
-)
+from sinkprune.export.pruning.functions import ROUNDS, centred, cosines, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,

@@ -26,7 +26,6 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, one_stage, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
 from sinkprune.export.pruning.equal_mean import fewer_stages, scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
@@ -91,6 +90,8 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableBudget`.
     """
     if not facts.heads:
+        from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
+
         names = " and ".join(f"'{name}'" for name in WITH_HEADS)
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()

@@ -11,12 +11,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.functions import (
-    diversity_rounds,
-    diversity_select,
-    gathered,
-    preferring_select,
-)
+from sinkprune.export.pruning.functions import diversity_rounds, diversity_select, gathered, preferring_select
 from sinkprune.export.pruning.plan import PlanFacts, TokenCount, as_vector, rows_kept
 
 _FLOAT = ir.DataType.FLOAT

@@ -227,12 +227,7 @@ def build_select(
 
 
 def _received_attention(
-    graph: Graph,
-    facts: PlanFacts,
-    stage: Stage,
-    budget: Budget,
-    queries: ChooseQueries,
-    heads: Sequence[int] | None,
+    graph: Graph, facts: PlanFacts, stage: Stage, budget: Budget, queries: ChooseQueries, heads: Sequence[int] | None
 ) -> ir.Value:
     """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim

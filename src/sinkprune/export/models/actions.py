@@ -1,11 +1,14 @@
-"""The action experts of pi0 and pi0.5 as graphs.
+"""The parts of policies that make actions, as graphs: action experts of pi0 and pi0.5, and OpenVLA-OFT's head.
 
-Its rows are the robot's state, then the actions of the chunk. The state sees the prefix and itself. An action sees
-the prefix, the state and all actions (pi0, arXiv 2410.24164, section IV; transformers' `PI0Model`).
+The rows of an expert are the robot's state, then the actions of the chunk. The state sees the prefix and itself. An
+action sees the prefix, the state and all actions (pi0, arXiv 2410.24164, section IV; transformers' `PI0Model`).
 
 Each norm multiplies by a scale, adds a shift, and gives a gate for the attention or the MLP that reads it. These are
 linear functions of the embedded time (pi0.5, arXiv 2504.16054; openpi, models/gemma.py). They depend on nothing else,
 so they have a graph of their own, which runs once for each time. The state is in the prompt.
+
+Before the head of OpenVLA-OFT (arXiv 2502.19645) the decoder runs once. Rows of its output become a chunk of
+actions, without denoising and without tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from sinkprune.export.dialects import HIDDEN, LayerCache
 from sinkprune.export.dialects.opset20 import attention_beside
 from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.llama import Llama, Norm, build_layer, rms_norm, ungated_norm
+from sinkprune.export.models.vit import layer_norm
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
+# PyTorch's default.
+_EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
@@ -173,3 +179,46 @@ def _norms(segments: Sequence[range]) -> list[str]:
     layers = [f"dit.layers.{layer}" for segment in segments for layer in segment]
     own = [f"{layer}.{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
     return [*own, "dit.norm"]
+
+
+@dataclass(frozen=True)
+class ActionHead:
+    """The sizes of an action head, and of the projector of the state."""
+
+    chunk: int
+    action_dim: int
+    blocks: int
+    """Residual blocks of the head."""
+    state_dim: int
+    """The numbers of the state; 0 where no row has the state."""
+
+
+def build_action_head(graph: WeightedGraph, llama: Llama, head: ActionHead) -> None:
+    """Write `action_head` of docs/policy-graphs.md: the last rows of the decoder to a chunk of actions."""
+    op, d, rows = graph.op, llama.facts.hidden_size, head.chunk * head.action_dim
+    hidden = graph.input("hidden", [1, "S", d])
+    # Each row predicts the next: the first is the one before the placeholders. The last placeholder and the stop
+    # token are read by other rows only.
+    read = op.Slice(hidden, [-rows - 2], [-2], [1])
+    normed = rms_norm(graph, llama, read, "language_model.norm")
+    wide, name = head.action_dim * d, "action_head.model"
+    x = op.Reshape(normed, [1, head.chunk, wide])
+    x = layer_norm(graph, x, f"{name}.layer_norm1", wide, _EPSILON)
+    x = op.Relu(graph.linear(x, f"{name}.fc1", wide, d, bias=True))
+    for block in range(head.blocks):
+        own = f"{name}.mlp_resnet_blocks.{block}.ffn"
+        y = layer_norm(graph, x, f"{own}.0", d, _EPSILON)
+        x = op.Add(x, op.Relu(graph.linear(y, f"{own}.1", d, d, bias=True)))
+    x = layer_norm(graph, x, f"{name}.layer_norm2", d, _EPSILON)
+    x = graph.linear(x, f"{name}.fc2", d, head.action_dim, bias=True)
+    graph.output("actions_out", op.Cast(x, to=_FLOAT), [1, head.chunk, head.action_dim], _FLOAT)
+
+
+def build_state_projector(graph: WeightedGraph, llama: Llama, head: ActionHead) -> None:
+    """Write `state_projector` of docs/policy-graphs.md: the normalised state to a row of the prompt."""
+    op, d, name = graph.op, llama.facts.hidden_size, "proprio_projector"
+    state = op.Cast(graph.input("state", [1, 1, head.state_dim], _FLOAT), to=graph.precision.onnx)
+    # Floats in every form of weights: a state has fewer numbers than a block.
+    weight = graph.parameter(f"{name}.fc1.weight", [d, head.state_dim], transposed=True)
+    x = op.Gelu(op.Add(op.MatMul(state, weight), graph.parameter(f"{name}.fc1.bias", [d])))
+    graph.output("state_row", graph.linear(x, f"{name}.fc2", d, d, bias=True), [1, 1, d])
