@@ -211,12 +211,9 @@ class _ConfigurationFiles:
             read: ReadFolder = load_object(reader)
             content = read(request, folder, config)
             self._read, self.parts = {**self._read, **content.files}, content.parts
-        of_reader, of_lerobot = (
-            set(_FOLDER_OPTIONS[:3]) if reader else set(),
-            set(_FOLDER_OPTIONS[3:] * self._lerobot),
-        )
-        given = {name for name in _FOLDER_OPTIONS if getattr(request, name) is not None}
-        if unread := given - of_reader - of_lerobot:
+        own = {"unnorm_key", "chunk", "bounds"} if reader else set[str]()
+        own |= {"action_tokenizer"} if self._lerobot else set()
+        if unread := {name for name in _FOLDER_OPTIONS if getattr(request, name) is not None} - own:
             raise UsageError(
                 f"--{min(unread).replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's or "
                 f"pi0-FAST's, and '{source}' is none. Leave it out."

@@ -67,6 +67,8 @@ def test_a_decoder_may_have_its_own() -> None:
 def test_an_unsupported_setting_is_rejected_by_name(config: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(config)
+    with pytest.raises(CheckpointError, match="quantization is MLX's, which is not read"):
+        read_quantisation("given", {"quantization": {"bits": 4, "group_size": 64}})
 
 
 @pytest.mark.parametrize(

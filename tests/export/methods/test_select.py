@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, Share, parse_budget
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.dialects import DIALECTS, load_dialect
+from sinkprune.export.dialects import DIALECTS, load_dialect, opset24
 from sinkprune.export.graph import Graph
+from sinkprune.export.methods import load_method
 from sinkprune.export.methods.in_llm import last_row, text_like_the_image
+from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.select import best_of_each_image, best_of_one_image, build_select, every_text_row
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.references import reference
-from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows
+from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows, rows_like_the_image, tops_rows
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -246,3 +249,36 @@ def test_methods_ask_the_rows_they_should(method: str) -> None:
     asking = asking_rows(method, inputs["hidden"][0], visual, text)
     scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
     assert out["keep_index"].tolist() == reference.keep_rows(scores, 610, visual, plan.kept.resolve(576).stages[0])
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("sizes", [(40,), (30, 9, 21)])
+def test_stages_of_tops_equal_the_reference(sizes: tuple[int, ...], alike: bool) -> None:
+    """Each image has a count of its own. A prompt may have fewer images than its bundle takes."""
+    rng, start, end = np.random.default_rng(len(sizes)), 4, 4 + sum(sizes)
+    rows, counts = end + 5, [size // 4 for size in sizes]
+    model = replace(graphs.language_model(), num_layers=32)
+    facts = PlanFacts(model, 576, 16, PRECISIONS["fp32"], opset24, images=1 if len(sizes) == 1 else 4)
+    plan = load_method("tops")(facts, parse_budget("llava", "retain-64"))
+    assert [*plan.select_after] == [12, 24]
+    inputs = stage("mha", rows, seed=len(sizes), head_dim=8)
+    visual, text, group = list(range(start, end)), list(range(end, rows)), np.repeat(np.arange(len(sizes)), sizes)
+    if alike:
+        for name in ("hidden", "key"):
+            same = inputs[name][..., visual[:3], :]
+            inputs[name][..., visual, :] = same[..., rng.integers(0, 3, len(visual)), :]
+    given: dict[str, Array] = {"visual_index": np.array(visual), "text_index": np.array(text)}
+    if len(sizes) > 1:
+        given |= {"visual_group": group, "quota": np.repeat(np.arange(len(sizes)), counts)}
+    else:
+        counts = [plan.kept.resolve(576).stages[1]]
+    found = graphs.loaded(plan.select_after[24])(**inputs, **given)["keep_index"].tolist()
+
+    hidden = inputs["hidden"][0]
+    asking = rows_like_the_image(hidden, visual, text)
+    scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
+    kept = set[int]()
+    for image, count in enumerate(counts):
+        own = np.flatnonzero(group == image)
+        kept |= {visual[own[place]] for place in tops_rows(hidden[start + own], scores[own], count)}
+    assert found == [row for row in range(rows) if row not in visual or row in kept]

@@ -42,15 +42,11 @@ from sinkprune.export.pruning.sanitizer import (
 from sinkprune.export.pruning.select import build_selects, every_text_row
 
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
-"""Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
+"""Writes the score [G,N] by which RES takes tokens, in place of the salience. The last argument is the mask of
+outliers, if any."""
 
 
-def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None) -> ir.Value:
-    """Return the salience: RES takes the most salient tokens (method.md section 1, 3)."""
-    return features.salience
-
-
-def build(facts: PlanFacts, budget: Budget, score: Score = by_salience, centring: bool = False) -> PlanGraphs:
+def build(facts: PlanFacts, budget: Budget, score: Score | None = None, centring: bool = False) -> PlanGraphs:
     """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and one stage (`one_stage`).
 
     With `centring`, DIV is chosen by the rule of Cen-Prune: tokens are compared without their mean, and distinctive
@@ -71,7 +67,7 @@ def build_after(
     facts: PlanFacts,
     budget: Budget,
     cuts: Sequence[int],
-    score: Score = by_salience,
+    score: Score | None = None,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     centring: bool = False,
 ) -> PlanGraphs:
@@ -83,7 +79,7 @@ def build_after(
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
-def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
+def build_with_heads(facts: PlanFacts, budget: Budget, score: Score | None = None) -> PlanGraphs:
     """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
 
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
@@ -108,7 +104,7 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
 
 
-def _sanitizer(facts: PlanFacts, budget: Budget, score: Score, centring: bool) -> Graph:
+def _sanitizer(facts: PlanFacts, budget: Budget, score: Score | None, centring: bool) -> Graph:
     """Return `sanitizer` of the graph contract (method.md section 1)."""
     most = facts.most_counts(budget)
     facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
@@ -122,8 +118,8 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score, centring: bool) -
     if most.outliers:
         sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, rows, per_mille=budget.outlier_per_mille)
 
-    # 3: RES, the most salient of LOW
-    scores = score(facts, graph, features, outlier)
+    # 3: RES, the most salient of LOW, or those of best score
+    scores = score(facts, graph, features, outlier) if score else features.salience
     reserved = largest(graph, scores if outlier is None else op.Where(outlier, float("-inf"), scores), reserve)
     index = ascending(graph, reserved, reserve)
 

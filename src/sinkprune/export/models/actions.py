@@ -25,12 +25,10 @@ from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import HIDDEN, LayerCache
 from sinkprune.export.dialects.opset20 import attention_beside
-from sinkprune.export.graph import Dim, WeightedGraph
+from sinkprune.export.graph import FLOAT, INT64, Dim, WeightedGraph
 from sinkprune.export.models.llama import Llama, Norm, build_layer, rms_norm, ungated_norm
 from sinkprune.export.models.vit import layer_norm
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 # PyTorch's default.
 _EPSILON = 1e-5
 
@@ -54,9 +52,9 @@ def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[
     """
     facts = expert.llama.facts
     rows, width = expert.chunk + 1, facts.hidden_size
-    actions = graph.input("actions", [1, expert.chunk, expert.action_dim], _FLOAT)
-    state = graph.input("state", [1, 1, expert.state_dim], _FLOAT)
-    time, step = graph.input("time_embedding", [1, 1, width], _FLOAT), graph.input("step", [1], _FLOAT)
+    actions = graph.input("actions", [1, expert.chunk, expert.action_dim], FLOAT)
+    state = graph.input("state", [1, 1, expert.state_dim], FLOAT)
+    time, step = graph.input("time_embedding", [1, 1, width], FLOAT), graph.input("step", [1], FLOAT)
     hidden = _embed(graph, expert, actions, state, time)
     # The state is row 0. It sees no action.
     place = np.arange(rows)
@@ -80,7 +78,7 @@ def run_layers(
     facts, rows = llama.facts, len(sees)
     cos, sin = (graph.input(table, [1, rows, facts.head_dim // 2]) for table in ("cos", "sin"))
     for number, layers in enumerate(segments):
-        length, mask = graph.input(f"length_{number}", [1], _INT64), None
+        length, mask = graph.input(f"length_{number}", [1], INT64), None
         for layer in layers:
             buffer: list[Dim] = [1, facts.num_kv_heads, f"C{number}", facts.head_dim]
             keys, values = (graph.input(f"past_{kind}_{layer}", buffer) for kind in ("key", "value"))
@@ -96,9 +94,9 @@ def give_actions(
 ) -> None:
     """Write the outputs of an expert, from the `normed` rows [1,chunk,d] of `actions`."""
     op, width, shape = graph.op, expert.llama.facts.hidden_size, [1, expert.chunk, expert.action_dim]
-    velocity = op.Cast(graph.linear(normed, "action_out_proj", width, expert.action_dim, bias=True), to=_FLOAT)
-    graph.output("actions_out", op.Add(actions, op.Mul(velocity, step)), shape, _FLOAT)
-    graph.output("velocity", op.Identity(velocity), shape, _FLOAT)
+    velocity = op.Cast(graph.linear(normed, "action_out_proj", width, expert.action_dim, bias=True), to=FLOAT)
+    graph.output("actions_out", op.Add(actions, op.Mul(velocity, step)), shape, FLOAT)
+    graph.output("velocity", op.Identity(velocity), shape, FLOAT)
 
 
 def _embed(
@@ -131,7 +129,7 @@ def build_modulation(graph: WeightedGraph, expert: ActionExpert, segments: Seque
     `segments` are the layers of the decoder's segments.
     """
     op, width, kind = graph.op, expert.llama.facts.hidden_size, graph.precision.onnx
-    condition = op.Cast(graph.input("time_embedding", [1, 1, width], _FLOAT), to=kind)
+    condition = op.Cast(graph.input("time_embedding", [1, 1, width], FLOAT), to=kind)
     for layer in ("time_mlp_in", "time_mlp_out"):
         inner = graph.linear(condition, layer, width, width, bias=True)
         condition = op.Mul(inner, op.Sigmoid(inner))
@@ -150,13 +148,13 @@ def build_adaptive_expert(graph: WeightedGraph, expert: ActionExpert, segments: 
     """
     op, width, kind = graph.op, expert.llama.facts.hidden_size, graph.precision.onnx
     names = _norms(segments)
-    actions = graph.input("actions", [1, expert.chunk, expert.action_dim], _FLOAT)
-    modulation, step = graph.input("modulation", [1, 3 * len(names), width]), graph.input("step", [1], _FLOAT)
+    actions = graph.input("actions", [1, expert.chunk, expert.action_dim], FLOAT)
+    modulation, step = graph.input("modulation", [1, 3 * len(names), width]), graph.input("step", [1], FLOAT)
     parts = op.Split(modulation, axis=1, num_outputs=3 * len(names), _outputs=3 * len(names))
     if expert.most_held:
         still = graph.input("modulation_held", [1, 3 * len(names), width])
         rows = op.Constant(value=ir.tensor(np.arange(expert.chunk)[None, :, None]))
-        is_held = op.Less(rows, graph.input("held", [1], _INT64))
+        is_held = op.Less(rows, graph.input("held", [1], INT64))
         held_parts = op.Split(still, axis=1, num_outputs=len(parts), _outputs=len(parts))
         parts = [op.Where(is_held, own, part) for own, part in zip(held_parts, parts, strict=True)]
     ones = op.Constant(value=ir.tensor(np.ones(width, graph.precision.numpy)))
@@ -211,13 +209,13 @@ def build_action_head(graph: WeightedGraph, llama: Llama, head: ActionHead) -> N
         x = op.Add(x, op.Relu(graph.linear(y, f"{own}.1", d, d, bias=True)))
     x = layer_norm(graph, x, f"{name}.layer_norm2", d, _EPSILON)
     x = graph.linear(x, f"{name}.fc2", d, head.action_dim, bias=True)
-    graph.output("actions_out", op.Cast(x, to=_FLOAT), [1, head.chunk, head.action_dim], _FLOAT)
+    graph.output("actions_out", op.Cast(x, to=FLOAT), [1, head.chunk, head.action_dim], FLOAT)
 
 
 def build_state_projector(graph: WeightedGraph, llama: Llama, head: ActionHead) -> None:
     """Write `state_projector` of docs/policy-graphs.md: the normalised state to a row of the prompt."""
     op, d, name = graph.op, llama.facts.hidden_size, "proprio_projector"
-    state = op.Cast(graph.input("state", [1, 1, head.state_dim], _FLOAT), to=graph.precision.onnx)
+    state = op.Cast(graph.input("state", [1, 1, head.state_dim], FLOAT), to=graph.precision.onnx)
     # Floats in every form of weights: a state has fewer numbers than a block.
     weight = graph.parameter(f"{name}.fc1.weight", [d, head.state_dim], transposed=True)
     x = op.Gelu(op.Add(op.MatMul(state, weight), graph.parameter(f"{name}.fc1.bias", [d])))

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import SiglipTower
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import FLOAT, WeightedGraph
 
 if TYPE_CHECKING:
     from sinkprune.export.models.merging import Merging
-
-_FLOAT = ir.DataType.FLOAT
 
 
 def received_attention(
@@ -25,7 +23,7 @@ def received_attention(
     op, received = graph.op, None
     # One head at a time, because the matrix of all heads is [G,H,N,N].
     for head in range(tower.num_heads):
-        q, k = (op.Cast(op.Slice(y, [head], [head + 1], [1]), to=_FLOAT) for y in (query, key))
+        q, k = (op.Cast(op.Slice(y, [head], [head + 1], [1]), to=FLOAT) for y in (query, key))
         scaled = op.Mul(q, (tower.hidden_size // tower.num_heads) ** -0.5)
         scores = op.MatMul(scaled, op.Transpose(k, perm=[0, 1, 3, 2]))
         weights = op.Softmax(merging.counted(scores) if merging else scores, axis=-1)

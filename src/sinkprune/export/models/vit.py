@@ -16,14 +16,12 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER
 from sinkprune.contract.manifest import SiglipTower, SquareTower, ViTTower
 from sinkprune.contract.schedule import merges_of
-from sinkprune.export.graph import Dim, WeightedGraph
+from sinkprune.export.graph import FLOAT, INT64, Dim, WeightedGraph
 from sinkprune.export.pruning.functions import gathered
 
 if TYPE_CHECKING:
     from sinkprune.export.models.merging import Merging
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 Merges = Mapping[int, int]
 """How many tokens each block of a tower merges (0-based)."""
 NO_MERGES: Merges = MappingProxyType({})
@@ -58,19 +56,19 @@ def build_vision(
     left = merging.left if merging else tower.tokens
     n: Dim = "N" if bars else left
     tokens = op.Slice(x, [1], [left + 1], [1]) if first else x
-    norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
+    norms = op.ReduceL2(op.Cast(tokens, to=FLOAT), [-1], keepdims=0)
     if normed:
         tokens = layer_norm(graph, tokens, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
     graph.output("tokens", tokens, ["G", n, d])
-    graph.output("norms", norms, ["G", n], _FLOAT)
+    graph.output("norms", norms, ["G", n], FLOAT)
     if isinstance(tower, SiglipTower):
         from sinkprune.export.models.siglip import received_attention
 
-        patches = op.Cast(op.Shape(tokens, start=1, end=2), to=_FLOAT) if bars else float(tower.tokens)
+        patches = op.Cast(op.Shape(tokens, start=1, end=2), to=FLOAT) if bars else float(tower.tokens)
         salience = op.Div(received_attention(graph, tower, *attending[tower.salience_block], merging), patches)
     else:
         salience = cls_salience(graph, tower, query, key, [1, left + 1], merging)
-    graph.output("salience", salience, ["G", n], _FLOAT)
+    graph.output("salience", salience, ["G", n], FLOAT)
     if merging:
         merging.output()
 
@@ -112,7 +110,7 @@ def other_towers(
 
 def at_places(graph: WeightedGraph, x: ir.Value) -> ir.Value:
     """Return the patches of `x` [G,patches,D] that the input `places` [G,N] names."""
-    return gathered(graph.op, x, graph.input("places", ["G", "N"], _INT64))
+    return gathered(graph.op, x, graph.input("places", ["G", "N"], INT64))
 
 
 def patch_rows(graph: WeightedGraph, tower: SquareTower, pixels: ir.Value, name: str, *, bias: bool) -> ir.Value:
@@ -193,9 +191,9 @@ def cls_salience(
     """Return [G,N] fp32: the CLS row of softmax attention, mean over heads, at the rows from one of `patches` up to
     the other."""
     op, (first, end) = graph.op, patches
-    cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
+    cls = op.Cast(op.Slice(query, [0], [1], [2]), to=FLOAT)
     cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)
-    scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2]))
+    scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=FLOAT), perm=[0, 1, 3, 2]))
     scores = merging.counted(scores) if merging else scores
     row = op.ReduceMean(op.Softmax(scores, axis=-1), [1, 2], keepdims=0)
     return op.Slice(merging.of_a_place(row) if merging else row, [first], [end], [1])

@@ -54,17 +54,6 @@ def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
     return min(facts.nominal_tokens, max(1, round_half_up(budget_mean(facts, budget))))
 
 
-def third_after(facts: PlanFacts, budget: Budget, cut: int) -> tuple[int, int]:
-    """Return the nominal tokens of a group up to the layer `cut` (0-based), and those after it: about a third.
-
-    The ratio gives the first count. The second makes up for its rounding. Together they meet the mean.
-    """
-    layers, until = facts.language_model.num_layers, cut + 1
-    total = budget_mean(facts, budget) * layers
-    before = min(facts.nominal_tokens, max(1, round_half_up(total / (until + Fraction(layers - until, 3)))))
-    return before, min(before, max(1, round_half_up((total - before * until) / (layers - until))))
-
-
 def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Budget:
     """Return all N tokens into the LLM, then `stages` after the layers `cuts`, scaled alike to meet the mean.
 
