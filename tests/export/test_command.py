@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,29 +49,14 @@ def test_the_summary_names_what_was_written(
     manifest = read_bundle(tmp_path / "out").manifest
     assert manifest.dialect == dialect
     assert size == sum(spec.size for spec in manifest.files.values())
-    ask = (
-        "--image",
-        photo_file,
-        "--prompt",
-        "Which cup?",
-        "--budget",
-        "retain-64",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    )
+    ask = ("--image", photo_file, "--prompt", "Which cup?", "--budget", "retain-64", "--max-new-tokens", 4, "--json")
     answered = run("sinkprune-run", tmp_path / "out", *ask)
     assert answered.code == 0, answered.stderr
     assert json.loads(answered.stdout)["budget"] == "retain-64"
 
 
 @pytest.mark.parametrize(
-    ("name", "request_of"),
-    [
-        ("mha-336", {}),
-        ("gqa-112", {"weights": "int4"}),
-        ("pi0", {"budgets": ("prune-88.9",)}),
-    ],
+    ("name", "request_of"), [("mha-336", {}), ("gqa-112", {"weights": "int4"}), ("pi0", {"budgets": ("prune-88.9",)})]
 )
 def test_the_progress_of_an_export_ends_with_all_weights(
     name: str, request_of: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
@@ -99,3 +86,37 @@ def test_an_export_or_engines_within_a_bundle_are_refused(bundle: Callable[..., 
     built = run("sinkprune-build", bundle("gqa-112"), "-o", own / "engines", "--target", "onnxruntime")
     assert_refused(built, "whose bundle.json lists all its files")
     read_bundle(own).verify()
+
+
+_WITHOUT = """
+import sys
+sys.modules["torch"] = None
+package, *arguments = sys.argv[1:]
+sys.modules[package] = None
+from sinkprune.export.command import main
+raise SystemExit(main(arguments))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        *((package, "llava-1.1b") for package in ("onnx", "transformers", "sinkprune.export.models.llama")),
+        ("huggingface_hub", "some/model"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tmp_path: Path) -> None:
+    """Whenever it is first imported."""
+    command = [sys.executable, "-c", _WITHOUT, package, source, "-o", str(tmp_path / "out")]
+    command += ["--random-weights"] if "/" not in source else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if package.startswith("sinkprune"):
+        # That it is missing is our bug.
+        assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"error: exporting needs the package '{package}', which is not installed. "
+        "Install it with Python 3.11 or later: pip install --editable '.[export]' (in the clone).\n"
+    )
+    assert list(tmp_path.iterdir()) == []

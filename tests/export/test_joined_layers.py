@@ -49,23 +49,17 @@ def weights(path: Path) -> dict[str, Array]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_has_the_weights_that_it_has_alone(form: WeightsName, bias: bool, tmp_path: Path) -> None:
-    together = weights(written(tmp_path / "joined", form, bias=bias, joined=True))
-    alone = weights(written(tmp_path / "apart", form, bias=bias, joined=False))
-    assert len(together) * len(WIDTHS) == len(alone)
-    for name, array in together.items():
+def test_each_has_the_weights_and_outputs_that_it_has_alone(form: WeightsName, bias: bool, tmp_path: Path) -> None:
+    paths = {joined: written(tmp_path / str(joined), form, bias=bias, joined=joined) for joined in (True, False)}
+    joint, alone = weights(paths[True]), weights(paths[False])
+    assert len(joint) * len(WIDTHS) == len(alone)
+    for name, array in joint.items():
         parts = [alone[name.replace("qkv", which)] for which in WIDTHS]
         assert array.dtype == parts[0].dtype
         np.testing.assert_array_equal(array, np.concatenate(parts, axis=-1), err_msg=name)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_each_gives_what_it_gives_alone(form: WeightsName, bias: bool, tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((1, 5, INPUTS), np.float32)
     found = []
-    for joined in (True, False):
-        path = written(tmp_path / str(joined), form, bias=bias, joined=joined)
+    for joined, path in paths.items():
         operators = Counter(node.op_type for node in onnx.load(path).graph.node)
         assert operators["MatMul"] == (1 if joined else 3)
         options = onnxruntime.SessionOptions()
@@ -73,6 +67,6 @@ def test_each_gives_what_it_gives_alone(form: WeightsName, bias: bool, tmp_path:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         found.append(session.run([f"{name}_out" for name in WIDTHS], {"x": x}))
-    for together, alone, width in zip(*found, WIDTHS.values(), strict=True):
+    for together, apart, width in zip(*found, WIDTHS.values(), strict=True):
         assert together.shape == (1, 5, width)
-        np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
+        np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-5 * np.abs(apart).max())

@@ -288,9 +288,9 @@ _READ_OPENVLA = "sinkprune.export.checkpoint.openvla:read_openvla"
 
 LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", budgets=LLAVA_BUDGETS)
 LLAVA_NEXT = _family("llava_next", _NEXT, "llava_next:LlavaNext", "llava_next:LlavaNext", budgets=LLAVA_NEXT_BUDGETS)
-QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL")
-QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL")
-QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", also=_COSMOS3)
+QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen:Qwen25VL", "qwen:Qwen25VL")
+QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen:Qwen2VL", "qwen:Qwen2VL")
+QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen:Qwen3VL", "qwen:Qwen3VL", also=_COSMOS3)
 INTERNVL = _family("internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL")
 PALIGEMMA = _family("paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma")
 PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0")

@@ -189,24 +189,21 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _known_names() -> str:
-    budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
-    return (
-        f"budgets:\n{budgets}"
-        f"options, after a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
-        "  rho-N (N of 1000 tokens are outliers), from-BUDGET (with the sanitizer of another budget)\n"
-    )
-
-
 def _parser() -> CommandParser:
     # These import numpy. Before `run_command`, an interrupt would end in a traceback.
     from sinkprune.contract.manifest import DialectName
     from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, WeightsName
 
+    budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
+    names = (
+        f"budgets:\n{budgets}"
+        f"options, after a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
+        "  rho-N (N of 1000 tokens are outliers), from-BUDGET (with the sanitizer of another budget)\n"
+    )
     parser = CommandParser(
         "sinkprune export",
         "Export a multimodal LLM to ONNX graphs that prune visual tokens.",
-        f"{_EXAMPLES}\n{_known_names()}",
+        f"{_EXAMPLES}\n{names}",
     )
     add = parser.add_argument
     add("source", type=PathOrName, metavar="CHECKPOINT", help="a local folder or a hub name, in Hugging Face format")
@@ -261,12 +258,7 @@ def _parser() -> CommandParser:
         type=MAX_IMAGES,
         help="most images of a prompt (default: the cameras of a policy in LeRobot's form, else 1)",
     )
-    add(
-        "--max-frames",
-        type=MAX_FRAMES,
-        default=0,
-        help="accept clips of up to this many frames (default: no video)",
-    )
+    add("--max-frames", type=MAX_FRAMES, default=0, help="accept clips of up to this many frames (default: no video)")
     add("--min-pixels", type=MIN_PIXELS, help="enlarge images with fewer pixels (default: the checkpoint's)")
     add(
         "--max-pixels",

@@ -26,6 +26,7 @@ from sinkprune.export.weights import Matrix, Precision, WeightForm, concatenated
 _PAGE = 4096
 
 Dim = int | str
+FLOAT, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 ReadTensor = Callable[[str, Sequence[int]], Array]
 """Returns the checkpoint's tensor of a name and a shape; raises `CheckpointError` if it has no such tensor."""

@@ -32,10 +32,7 @@ def parse_budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]
 
 
 def plan_graphs(
-    facts: PlanFacts,
-    methods: Sequence[str],
-    budgets: Mapping[str, Budget],
-    left_out: Callable[[Unreachable], None],
+    facts: PlanFacts, methods: Sequence[str], budgets: Mapping[str, Budget], left_out: Callable[[Unreachable], None]
 ) -> dict[str, dict[str, PlanGraphs]]:
     """Return the plans by method and budget, at least one for each method; raises `BudgetError`."""
     builders = {name: load_method(name) for name in methods}
@@ -71,11 +68,6 @@ def plan_graphs(
 
 
 def _after_tower(facts: PlanFacts, name: str, budget: Budget) -> Budget:
-    if budget.queries and not facts.action_rows:
-        raise BudgetError(
-            f"budget '{name}': option 'action-rows' is for policies whose rows become actions (OpenVLA-OFT), and "
-            "this model is none. Leave the option out."
-        )
     try:
         return facts.shares_after_tower(budget)
     except BudgetError as error:

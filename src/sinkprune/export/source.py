@@ -17,7 +17,6 @@ from sinkprune.export import CHUNK, CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_I
 from sinkprune.export.checkpoint.folder import (
     TOKENIZER_FILES,
     Name,
-    PolicyOptions,
     ReadFolder,
     SafetensorsWeights,
     check_kind,
@@ -32,13 +31,14 @@ from sinkprune.export.families import Family, SalienceBlock, read_family
 
 if TYPE_CHECKING:
     from sinkprune.export.checkpoint.presets import RandomWeights
-    from sinkprune.export.checkpoint.quantisation_config import Quantisation
     from sinkprune.export.methods.heads import ChosenHeads
-    from sinkprune.export.weights.quantised_weights import QuantisedWeights
+    from sinkprune.export.weights.quantised_weights import Quantisation, QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
 _VIDEO = "video_preprocessor_config.json"
+_FOLDER_OPTIONS = ("unnorm_key", "chunk", "bounds", "action_tokenizer")
+"""The options of a request that tell what the folders of some policies do not."""
 
 
 class _NamesWeights(TypedDict, total=False):
@@ -105,7 +105,7 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
-        if self.random_weights and any(self.policy_options):
+        if self.random_weights and any(getattr(self, name) for name in _FOLDER_OPTIONS):
             raise UsageError(
                 "random weights have no statistics: leave out --unnorm-key, --chunk, --bounds and --action-tokenizer."
             )
@@ -119,11 +119,6 @@ class ExportRequest:
         for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):
             if count is not None:
                 limit.check(count)
-
-    @property
-    def policy_options(self) -> PolicyOptions:
-        """Return the options of the checkpoint's folder."""
-        return PolicyOptions(*(getattr(self, name) for name in PolicyOptions._fields))
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     if request.random_weights:
         return _open_random(request)
     folder = locate(request.source)
-    files = _ConfigurationFiles(request.source, folder, request.policy_options)
+    files = _ConfigurationFiles(request, folder)
     config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
@@ -192,9 +187,9 @@ def _images(request: ExportRequest, policy: PolicyFacts | None) -> int:
 class _ConfigurationFiles:
     """The JSON files of a checkpoint folder by name. Those of other forms are translated to transformers'."""
 
-    def __init__(self, source: str, folder: Path, options: PolicyOptions) -> None:
-        """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
-        self._source, self._folder = source, folder
+    def __init__(self, request: ExportRequest, folder: Path) -> None:
+        source = self._source = request.source
+        self._folder = folder
         self.parts: Mapping[str, str] = {}
         """`FolderContent.parts`."""
         config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
@@ -209,16 +204,16 @@ class _ConfigurationFiles:
         if self._lerobot:
             from sinkprune.export.checkpoint.lerobot import translated_files
 
-            self._read = translated_files(source, folder, config, options.action_tokenizer)
+            self._read = translated_files(source, folder, config, request.action_tokenizer)
         kinds = {row.model_type: row.folder for row in FAMILIES.values() if row.folder}
         reader = kinds.get(str(config.get("model_type")))
         if reader is not None:
             read: ReadFolder = load_object(reader)
-            content = read(source, folder, config, options)
+            content = read(request, folder, config)
             self._read, self.parts = {**self._read, **content.files}, content.parts
         own = {"unnorm_key", "chunk", "bounds"} if reader else set[str]()
         own |= {"action_tokenizer"} if self._lerobot else set()
-        if unread := {name for name, value in options._asdict().items() if value is not None} - own:
+        if unread := {name for name in _FOLDER_OPTIONS if getattr(request, name) is not None} - own:
             raise UsageError(
                 f"--{min(unread).replace('_', '-')} is for policies whose folders lack it, such as OpenVLA-OFT's or "
                 f"pi0-FAST's, and '{source}' is none. Leave it out."
@@ -281,7 +276,7 @@ def _quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | None
     places = (config, text if isinstance(text, dict) else {})
     if not any(name in place for place in places for name in ("quantization_config", "quantization")):
         return None
-    from sinkprune.export.checkpoint.quantisation_config import read_quantisation
+    from sinkprune.export.weights.quantised_weights import read_quantisation
 
     return read_quantisation(source, config)
 

@@ -97,13 +97,8 @@ VISION = "vision_config"
     ("preset", "place", "value", "message"),
     [
         ("llava-1.1b", ("model_type",), ["llava"], r"model_type: found \['llava'\], expected 1 to 200"),
-        ("llava-1.1b", (TEXT, "num_attention_heads"), 0, "num_attention_heads: found 0, expected a whole number"),
-        ("llava-1.1b", (TEXT, "hidden_size"), "64", "hidden_size: found '64'"),
         ("llava-1.1b", (TEXT, "vocab_size"), 10**8, "vocab_size: found 100000000, expected .* to 524288"),
-        ("llava-1.1b", (TEXT, "rope_theta"), 0, "rope_theta: found 0, expected a number from 1"),
         ("llava-1.1b", (TEXT, "rope_scaling"), {"rope_type": "magic"}, "rope_type is 'magic', expected default"),
-        ("llava-1.1b", (TEXT, "rms_norm_eps"), -1, "rms_norm_eps: found -1, expected a number from 1e-20"),
-        ("llava-1.1b", ("tie_word_embeddings",), "no", "tie_word_embeddings: found 'no', expected true or false"),
         ("llava-1.1b", (VISION, "patch_size"), 337, "image_size is a multiple of patch_size; found 336 and 337"),
         ("llava-1.1b", (VISION, "patch_size"), 1, "at most 16384 patches; found 112896"),
         (
@@ -113,12 +108,7 @@ VISION = "vision_config"
             r"not a multiple of the number of attention heads \(15\)",
         ),
         ("llava-1.1b", (VISION, "num_channels"), 4, "num_channels: found 4, expected a whole number from 3"),
-        (
-            "llava-next-7b",
-            ("image_grid_pinpoints",),
-            [[336]],
-            r"image_grid_pinpoints\[0\]: found \[336\], expected a list",
-        ),
+        ("llava-next-7b", ("image_grid_pinpoints",), [[336]], r"pinpoints\[0\]: found \[336\], expected a list"),
         ("qwen2.5-vl-3b", (TEXT, "eos_token_id"), [1.5], r"eos_token_id\[0\]: found 1.5"),
         ("qwen2-vl-7b", (VISION, "mlp_ratio"), 0, "mlp_ratio: found 0, expected a number from 1 to 64"),
     ],
@@ -132,9 +122,7 @@ def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value:
     ("shape", "settings", "message"),
     [
         ("gqa-112", {"rescale_factor": 0}, "rescale_factor: found 0, expected a number from 1e-06 to 1000"),
-        ("gqa-112", {"image_mean": [0.5, 0.5]}, r"image_mean: found \[0.5, 0.5\], expected a list of 3"),
         ("gqa-112", {"size": {"shortest_edge": 1, "height": 1}}, "expected a shortest_edge, or a height and a width"),
-        ("gqa-112", {"resample": 9}, "resample: found 9, expected a whole number from 0 to 5"),
         ("qwen", {"min_pixels": 500, "max_pixels": 400}, "500 to 400 pixels"),
         ("qwen", {"max_pixels": 10**12}, "max_pixels: found 1000000000000, expected .* to 268435456"),
     ],

@@ -12,7 +12,6 @@ import pytest
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.folder import locate
 from sinkprune.export.source import ExportRequest, open_source
-from support.models.published_configs import PUBLISHED
 from support.programs.commands import assert_refused, run
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4968243304\n"
@@ -62,29 +61,15 @@ FOLDERS: dict[str, tuple[dict[str, str], str]] = {
         {"config.json": '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}'},
         "is a Qwen2ForCausalLM, a text model without a vision tower, which is not supported",
     ),
-    "MLX": (
-        {"config.json": json.dumps({**PUBLISHED["qwen3-vl-2b"], "quantization": {"bits": 4, "group_size": 64}})},
-        "quantization is MLX's, which is not read",
-    ),
 }
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_that_is_no_checkpoint_is_named(
-    kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
     files, said = FOLDERS[kind]
     folder = tmp_path / "it"
-    folder.mkdir()
-    if kind == "MLX":
-        shutil.copytree(checkpoint("qwen3-vl"), folder, dirs_exist_ok=True)
-        files = {
-            "config.json": json.dumps(
-                {**json.loads((folder / "config.json").read_text()), "quantization": {"bits": 4}}
-            )
-        }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name, text in {**files, "notes.txt": ""}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     assert_refused(run("sinkprune-export", folder, "-o", tmp_path / "out"), said.format(folder=folder))
     assert not (tmp_path / "out").exists()
@@ -102,14 +87,10 @@ def test_pointers_of_git_lfs_are_named(name: str, checkpoint: Callable[[str], Pa
         open_source(ExportRequest(str(checkpoint("qwen")), tokenizer=str(folder)))
 
 
-@pytest.mark.parametrize("name", ["llava.gguf", "config.json"])
-def test_a_file_is_no_folder(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match="is a file, expected a folder in Hugging Face format"):
-        locate(str(tmp_path / name))
-
-
-def test_a_model_s_folder_in_the_hub_s_cache_is_named(tmp_path: Path) -> None:
+def test_files_and_folders_of_the_hub_s_cache_are_named(tmp_path: Path) -> None:
+    (tmp_path / "llava.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"is a file, expected a folder .* is for another runtime"):
+        locate(str(tmp_path / "llava.gguf"))
     snapshot = tmp_path / "models--llava-hf--llava-1.5-7b-hf" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"Give its name: llava-hf/llava-1\.5-7b-hf"):

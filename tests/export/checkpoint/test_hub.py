@@ -115,27 +115,19 @@ def test_without_a_network(tmp_path: Path) -> None:
         assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["../a", "a/b?c"])
-def test_what_is_no_name_is_never_requested(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, ["found no such folder", "demo/pocket", "--random-weights"]) for name in ("../a", "a/b?c")),
+        ("https://huggingface.co/some-one/mo.del/tree/main", ["is a URL", "Give its hub name: some-one/mo.del\n"]),
+        ("s3://bucket/model", ["'s3://bucket/model' is a URL", "Download it first"]),
+        *((name, ["is not UTF-8", "Rename it"]) for name in ("caf\udce9", "a\0b")),
+    ],
+)
+def test_what_is_no_name_is_never_requested(
+    name: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Where no folder of such a name stands.
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    outcome = run("sinkprune-export", name, "-o", tmp_path / "out")
-    assert_refused(outcome, "found no such folder", "demo/pocket", "--random-weights")
-
-
-@pytest.mark.parametrize(
-    ("url", "remedy"),
-    [
-        ("https://huggingface.co/some-one/mo.del/tree/main", "Give its hub name: some-one/mo.del\n"),
-        ("https://example.com/a/b", "Download it first"),
-        ("s3://bucket/model", "Download it first"),
-    ],
-)
-def test_a_url_is_named_as_such(url: str, remedy: str, tmp_path: Path) -> None:
-    assert_refused(run("sinkprune-export", url, "-o", tmp_path / "out"), f"'{url}' is a URL", remedy)
-
-
-@pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
-def test_a_name_that_is_not_utf8(name: str, tmp_path: Path) -> None:
-    assert_refused(run("sinkprune-export", name, "-o", tmp_path / "out"), "is not UTF-8", "Rename it")
+    assert_refused(run("sinkprune-export", name, "-o", tmp_path / "out"), *said)

@@ -72,9 +72,9 @@ def test_a_folder_has_the_facts_of_its_files(folder: Path) -> None:
     # The rounded numbers of `tvf_normalize_params` are those that the original computes with.
     assert found.processor["image_mean"] == [0.484375, 0.455078125, 0.40625]
     assert found.processor["second_std"] == [0.5] * 3
-
-
-def test_the_means_count_where_the_file_has_nothing_rounded(folder: Path) -> None:
+    with_settings(folder, "tokenizer_config.json", chat_template="{{ messages }}")
+    assert "What action should the robot take" in opened(folder).text.chat_template
+    # The means count where the file has nothing rounded.
     settings = {name: value for name, value in processor(OpenVlaShape()).items() if not name.startswith("tvf_")}
     written(folder / "preprocessor_config.json", settings)
     assert opened(folder).processor["image_mean"] == [0.485, 0.456, 0.406]
@@ -148,6 +148,8 @@ def test_a_diffusion_head_is_rejected_by_its_tensors(folder: Path) -> None:
 def test_options_of_other_checkpoints_are_rejected(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--chunk and --bounds are for OpenVLA-OFT, and .* is OpenVLA"):
         opened(checkpoint("openvla"), chunk=8)
+    with pytest.raises(UsageError, match=r"--max-images is 2, and .* has 1 camera: full_image"):
+        opened(checkpoint("openvla"), max_images=2)
     with pytest.raises(UsageError, match="--unnorm-key is for policies whose folders lack it"):
         opened(checkpoint("pi0"), unnorm_key="libero")
     random = ("sinkprune-export", "openvla-7b", "--random-weights", "-o", tmp_path / "x", "--unnorm-key", "a")
@@ -162,22 +164,12 @@ def test_the_export_says_what_it_assumes(checkpoint: Callable[[str], Path], tmp_
     assert (told.code, "assumed" in told.stderr) == (0, False)
 
 
-def test_openvla_takes_one_picture(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match=r"--max-images is 2, and .* has 1 camera: full_image"):
-        opened(checkpoint("openvla"), max_images=2)
-
-
-def test_a_chat_template_of_the_tokenizer_does_not_replace_the_prompt(folder: Path) -> None:
-    with_settings(folder, "tokenizer_config.json", chat_template="{{ messages }}")
-    assert "What action should the robot take" in opened(folder).text.chat_template
-
-
 def test_published_files_read_as_the_presets(folder: Path) -> None:
     """openvla-7b's config.json, whose decoder has no sizes: they are transformers' defaults."""
     published = {name: value for name, value in PRESETS["openvla-7b"].items() if name != "action_dim"}
     for extra in ({}, {"timm_model_args": [{}, {}]}):
         config = {**published, **extra, "hf_llm_id": "meta-llama/Llama-2-7b-hf", "output_projector_states": False}
-        config = read_openvla("oft", folder, config, ExportRequest("oft").policy_options).files["config.json"]
+        config = read_openvla(ExportRequest("oft"), folder, config).files["config.json"]
         family = read_family("oft", config)
         assert family.language_model == read_family("preset", PRESETS["openvla-7b-oft"]).language_model
         assert (family.language_model.num_layers, family.language_model.vocab_size) == (32, 32064)

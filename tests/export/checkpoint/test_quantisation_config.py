@@ -8,7 +8,7 @@ import pytest
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
+from sinkprune.export.weights.quantised_weights import Quantisation, read_quantisation
 from support.models.quantised_checkpoints import Layout
 
 GPTQ, AWQ = Layout(group_size=128).config, Layout("awq", group_size=128).config
@@ -67,6 +67,8 @@ def test_a_decoder_may_have_its_own() -> None:
 def test_an_unsupported_setting_is_rejected_by_name(config: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(config)
+    with pytest.raises(CheckpointError, match="quantization is MLX's, which is not read"):
+        read_quantisation("given", {"quantization": {"bits": 4, "group_size": 64}})
 
 
 @pytest.mark.parametrize(

@@ -131,18 +131,6 @@ def test_bfloat16_becomes_fp32_exactly(checkpoint: Checkpoints, tmp_path: Path) 
     np.testing.assert_array_equal(held[-head.size :], head)
 
 
-def test_processor_and_stop_tokens_come_from_the_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
-    for path, change in (
-        (next(folder.glob("*processor_config.json")), {"image_mean": [0.1, 0.2, 0.3]}),
-        (folder / "generation_config.json", {"eos_token_id": [2, 7]}),
-    ):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    manifest = export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
-    assert manifest.processor["image_mean"] == [0.1, 0.2, 0.3]
-    assert manifest.tokens.stop == (2, 7)
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "visual_tokens"), [("qwen", None, 21 * 14), ("qwen3-vl", "int4", 19 * 12)]
 )

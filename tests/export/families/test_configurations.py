@@ -30,52 +30,19 @@ from support.models.graphs import parameters_of
 from support.models.published_configs import PINPOINTS, PROCESSORS, PUBLISHED, with_value
 
 FACTS: dict[str, dict[str, Any]] = {
-    "llava-1.5-7b": {
-        "language_model.num_layers": 32,
-        "language_model.hidden_size": 4096,
-        "language_model.num_heads": 32,
-        "language_model.rope_theta": 10_000,
-        "vision.tokens": 576,
-        "image_token": 32000,
-    },
-    "internvl3-1b": {
-        "language_model.max_positions": 32768,
-        "language_model.rope_factor": 1.0,
-        "vision.tokens": 256,
-        "vision.merge_size": 2,
-        "visual_width": 4096,
-    },
-    "internvl3.5-1b": {"language_model.head_dim": 128, "vision.num_blocks": 24, "image_token": 151671},
-    "paligemma-3b-224": {
-        "language_model.head_dim": 256,
-        "causal": False,
-        "vision.tokens": 256,
-        "vision.salience_block": 25,
-        "embedding_scale": 2048**0.5,
-    },
+    "llava-1.5-7b": {"language_model.rope_theta": 10_000, "vision.tokens": 576, "image_token": 32000},
+    "internvl3-1b": {"language_model.max_positions": 32768, "language_model.rope_factor": 1.0, "visual_width": 4096},
+    "internvl3.5-1b": {"vision.num_blocks": 24, "image_token": 151671},
+    "paligemma-3b-224": {"causal": False, "vision.salience_block": 25, "embedding_scale": 2048**0.5},
     "paligemma-3b-448": {"vision.tokens": 1024, "image_token": 257152},
-    "llava-next-7b": {"language_model.rope_theta": 1e4, "language_model.num_kv_heads": 32, "most_groups": 5},
-    "llava-next-mistral-7b": {"language_model.rope_theta": 1e6, "language_model.num_kv_heads": 8, "most_groups": 5},
-    "qwen2-vl-7b": {
-        "language_model.rope_sections": (16, 24, 24),
-        "vision.intermediate_size": 5120,
-        "vision.salience_block": 30,
-    },
-    "qwen2.5-vl-7b": {
-        "language_model.rope_sections": (16, 24, 24),
-        "vision.full_attention_blocks": (7, 15, 23, 31),
-        "vision.window_side": 4,
-        "vision.rope_theta": 10_000,
-    },
-    "qwen3-vl-2b": {
-        "language_model.head_dim": 128,
-        "language_model.rope_theta": 5e6,
-        "vision.position_side": 48,
-        "vision.deepstack_blocks": (5, 11, 17),
-        "vision.salience_block": 22,
-    },
+    "llava-next-7b": {"language_model.rope_theta": 1e4, "most_groups": 5},
+    "llava-next-mistral-7b": {"language_model.rope_theta": 1e6, "most_groups": 5},
+    "qwen2-vl-7b": {"language_model.rope_sections": (16, 24, 24), "vision.salience_block": 30},
+    "qwen2.5-vl-7b": {"vision.full_attention_blocks": (7, 15, 23, 31), "vision.window_side": 4},
+    "qwen3-vl-2b": {"language_model.rope_theta": 5e6, "vision.position_side": 48, "vision.salience_block": 22},
     "cosmos3-nano": {"name": "qwen3-vl", "vision.deepstack_blocks": (8, 16, 24), "vision.patch_size": 16},
 }
+"""Facts that neither counts of parameters nor presets check."""
 COUNTED = {"qwen3-vl-2b": 2_127_532_032, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-8b": 8_767_123_696}
 """Parameters of published checkpoints, as the hub counts them."""
 TEXT, VISION = "text_config", "vision_config"

@@ -13,13 +13,8 @@ from sinkprune.contract.budgets import FAMILIES, Counts, Share, parse_budget, pr
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from sinkprune.export.pruning.equal_mean import (
-    fewer_stages,
-    mean_tokens,
-    scaled_stages,
-    third_after,
-    tokens_into_llm,
-)
+from sinkprune.export.methods.vscan import third_after
+from sinkprune.export.pruning.equal_mean import fewer_stages, mean_tokens, scaled_stages, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs

@@ -137,12 +137,6 @@ def test_prunesid_on_random_tokens_of_few_directions(seed: int, rank: int, tied:
     assert_keeps(*made("prunesid", 48, 8), inputs)
 
 
-def test_the_graph_of_prunesid_is_small(tmp_path: Path) -> None:
-    graph = graphs.method_plan("prunesid", 576, 1024, RETAIN_192).sanitizer
-    assert graph is not None
-    assert (tmp_path / graph.save(tmp_path, "graph.onnx").file).stat().st_size < 80_000
-
-
 @pytest.mark.parametrize("method", ["scope", *READ_THE_QUESTION])
 def test_a_round_takes_few_bytes_and_no_loop(method: str, tmp_path: Path) -> None:
     """Runtimes reject graphs within nodes, and functions that expand to more than 50,000 nodes."""
@@ -155,8 +149,9 @@ def test_a_round_takes_few_bytes_and_no_loop(method: str, tmp_path: Path) -> Non
     assert (tmp_path / "graph.onnx").stat().st_size < 203 * 340
 
 
-@pytest.mark.parametrize("method", [*SANITIZING, "random"])
+@pytest.mark.parametrize("method", ["sinkpruner", *SANITIZING, "random"])
 def test_fp16_tokens_are_never_computed_with(method: str) -> None:
+    """The CPU has no fp16 arithmetic to be wrong with; elsewhere a squared norm would pass fp16's maximum."""
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
 

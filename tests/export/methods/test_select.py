@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,26 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, Share, parse_budget
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.dialects import DIALECTS, load_dialect
+from sinkprune.export.dialects import DIALECTS, load_dialect, opset24
 from sinkprune.export.graph import Graph
+from sinkprune.export.methods import load_method
 from sinkprune.export.methods.in_llm import last_row, text_like_the_image
+from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.select import best_of_each_image, best_of_one_image, build_select, every_text_row
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.references import reference
-from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows
+from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows, rows_like_the_image, tops_rows
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
-ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
+ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image, "sinkpruner-heads": every_text_row}
 """The querying rows of methods other than SinkPruner."""
+CHOSEN = {"mha": (1, 2), "gqa": (0, 4, 5), "mqa": (3,)}
+"""The heads that stages of `sinkpruner-heads` read."""
 METHODS = ("sinkpruner", *ASKING)
 
 
@@ -62,13 +67,15 @@ def assert_equals_reference(
     text: list[int],
     precision: str = "fp32",
     method: str = "sinkpruner",
+    chosen: tuple[int, ...] | None = None,
 ) -> list[int]:
     """Compare every output with the reference, and return the surviving rows."""
     model = graphs.language_model(*HEADS[heads], HEAD_DIM)
+    chosen = (chosen or CHOSEN[heads]) if method == "sinkpruner-heads" else None
     if method == "sinkpruner":
         run = graphs.select(model, budget, 1000, precision)
     else:
-        run = graphs.asked_select(model, KEPT, budget, ASKING[method], precision)
+        run = graphs.asked_select(model, KEPT, budget, ASKING[method], precision, chosen)
     out = run(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
     scores = reference.text_attention(
         inputs["query"][0],
@@ -76,6 +83,7 @@ def assert_equals_reference(
         visual,
         asking_rows(method, inputs["hidden"][0], visual, text),
         visual_keys=budget.scores_over == "visual_keys",
+        heads=chosen,
     )
     rows = inputs["hidden"].shape[1]
     keep = reference.keep_rows(scores, rows, visual, budget.stages[0].of(1000))
@@ -105,11 +113,10 @@ def test_outputs_equal_the_reference(method: str, precision: str, heads: str, sc
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("heads", ["mha", "gqa"])
-def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
-    inputs = stage(heads, 50, DTYPES[precision])
+def test_compact_renumbers_the_survivors(precision: str) -> None:
+    inputs = stage("gqa", 50, DTYPES[precision])
     budget = budget_of(KEPT, positions="compact")
-    assert_equals_reference(budget, heads, inputs, list(range(5, 44)), list(range(44, 50)), precision)
+    assert_equals_reference(budget, "gqa", inputs, list(range(5, 44)), list(range(44, 50)), precision)
 
 
 @pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
@@ -150,18 +157,23 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
         st.lists(st.integers(-1, 3), min_size=1, max_size=24),
         st.integers(0, 3),
         st.integers(0, 5),
+        st.sampled_from([0.0, 1e-30, 1.0, 1e15]),
+        st.sets(st.integers(0, 3)),
     )
-    def holds(kinds: list[int], text: int, before: int) -> None:
+    def holds(kinds: list[int], text: int, before: int, scale: float, chosen: set[int]) -> None:
         """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
         first_text = before + len(kinds)
         inputs = stage(heads, first_text + text, seed=1)
+        inputs["query"] *= scale
         same = stage(heads, 4, seed=2)["key"]
         same[:, :, 0] = 0
         visual = [before + place for place, kind in enumerate(kinds) if kind >= 0]
         for row in visual:
             inputs["key"][:, :, row] = same[:, :, kinds[row - before]]
         if inputs["hidden"].shape[1] > 0:
-            assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
+            texts, method = list(range(first_text, first_text + text)), "sinkpruner-heads" if chosen else "sinkpruner"
+            own = tuple(sorted(chosen))
+            assert_equals_reference(budget, heads, inputs, visual, texts, method=method, chosen=own)
 
     holds()
 
@@ -237,3 +249,36 @@ def test_methods_ask_the_rows_they_should(method: str) -> None:
     asking = asking_rows(method, inputs["hidden"][0], visual, text)
     scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
     assert out["keep_index"].tolist() == reference.keep_rows(scores, 610, visual, plan.kept.resolve(576).stages[0])
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("sizes", [(40,), (30, 9, 21)])
+def test_stages_of_tops_equal_the_reference(sizes: tuple[int, ...], alike: bool) -> None:
+    """Each image has a count of its own. A prompt may have fewer images than its bundle takes."""
+    rng, start, end = np.random.default_rng(len(sizes)), 4, 4 + sum(sizes)
+    rows, counts = end + 5, [size // 4 for size in sizes]
+    model = replace(graphs.language_model(), num_layers=32)
+    facts = PlanFacts(model, 576, 16, PRECISIONS["fp32"], opset24, images=1 if len(sizes) == 1 else 4)
+    plan = load_method("tops")(facts, parse_budget("llava", "retain-64"))
+    assert [*plan.select_after] == [12, 24]
+    inputs = stage("mha", rows, seed=len(sizes), head_dim=8)
+    visual, text, group = list(range(start, end)), list(range(end, rows)), np.repeat(np.arange(len(sizes)), sizes)
+    if alike:
+        for name in ("hidden", "key"):
+            same = inputs[name][..., visual[:3], :]
+            inputs[name][..., visual, :] = same[..., rng.integers(0, 3, len(visual)), :]
+    given: dict[str, Array] = {"visual_index": np.array(visual), "text_index": np.array(text)}
+    if len(sizes) > 1:
+        given |= {"visual_group": group, "quota": np.repeat(np.arange(len(sizes)), counts)}
+    else:
+        counts = [plan.kept.resolve(576).stages[1]]
+    found = graphs.loaded(plan.select_after[24])(**inputs, **given)["keep_index"].tolist()
+
+    hidden = inputs["hidden"][0]
+    asking = rows_like_the_image(hidden, visual, text)
+    scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
+    kept = set[int]()
+    for image, count in enumerate(counts):
+        own = np.flatnonzero(group == image)
+        kept |= {visual[own[place]] for place in tops_rows(hidden[start + own], scores[own], count)}
+    assert found == [row for row in range(rows) if row not in visual or row in kept]

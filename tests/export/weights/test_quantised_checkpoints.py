@@ -115,19 +115,6 @@ def test_it_answers_as_its_dequantised_weights_do(
     assert np.abs(original[0] - expected[0]).max() > 5e-3
 
 
-def test_it_runs_pruned_as_any_bundle(
-    made: Callable[..., Made], repacked: Callable[..., Path], photo: Image.Image, tmp_path: Path
-) -> None:
-    export_bundle(ExportRequest(str(made(AWQ).floats), budgets=("retain-64",)), tmp_path / "floats")
-    expected, expected_logits = ask(Pipeline.load(tmp_path / "floats"), photo, "retain-64", NEW_TOKENS)
-    answer, logits = ask(exact(repacked(AWQ)), photo, "retain-64", NEW_TOKENS)
-    assert np.abs(logits - expected_logits).max() < 1e-3
-    assert answer.token_ids == expected.token_ids
-    # And with states that are rounded, as a user's are
-    _, rounded = ask(Pipeline.load(repacked(AWQ)), photo, "retain-64", 1)
-    assert 0 < np.abs(rounded[0] - expected_logits[0]).max() < 0.05 * np.abs(expected_logits[0]).max()
-
-
 def decoder_matrices(root: Path, made: Made) -> dict[str, Array]:
     """Return the matrices of a bundle's decoder by their names in the checkpoint; joined ones are split."""
     found: dict[str, Array] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from safetensors.numpy import load_file, save_file
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
-from sinkprune.export.checkpoint.quantisation_config import read_quantisation
 from sinkprune.export.weights import PRECISIONS
-from sinkprune.export.weights.quantised_weights import QuantisedWeights
+from sinkprune.export.weights.quantised_weights import QuantisedWeights, read_quantisation
 from support.models.quantised_checkpoints import Layout, Made, change_config, make_quantised, quantise, stored
 from support.programs.commands import assert_refused, run
 
@@ -73,37 +73,28 @@ def test_scales_that_are_infinite_or_too_large_make_no_warning_but_an_error(
         PRECISIONS["fp32"].converted(NAME, matrix)
 
 
-def test_groups_in_order_need_no_g_idx(tmp_path: Path) -> None:
+def test_groups_in_order_need_no_g_idx_and_codes_no_floats(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
     tensors = stored(NAME, layer, GPTQ)
     del tensors[f"{STEM}.g_idx"]
-    weights = opened(tmp_path, tensors, GPTQ.config)
-    np.testing.assert_array_equal(weights.tensor(NAME, [8, 64]), layer.matrix)
+    np.testing.assert_array_equal(opened(tmp_path, tensors, GPTQ.config).tensor(NAME, [8, 64]), layer.matrix)
     weights = opened(tmp_path, tensors, Layout(desc_act=True).config)
     with pytest.raises(CheckpointError, match=r"holds no tensor .*g_idx"):
         weights.layer(NAME, 64, 8)
-
-
-def test_a_matrix_in_codes_and_in_floats_is_rejected(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
-    weights = opened(tmp_path, {**stored(NAME, layer, GPTQ), NAME: layer.matrix}, GPTQ.config)
+    weights = opened(tmp_path, {**tensors, NAME: layer.matrix}, GPTQ.config)
     with pytest.raises(CheckpointError, match="as floats and as codes"):
         weights.tensor(NAME, [8, 64])
 
 
-def changed(what: str, change: Callable[[Array], Array]) -> Callable[[dict[str, Array]], None]:
+def changed(what: str, change: Callable[[Array], Array] | None = None) -> Callable[[dict[str, Array]], None]:
+    """Change a tensor of the first layer, or remove it."""
+
     def apply(tensors: dict[str, Array]) -> None:
         name = next(name for name in tensors if name.endswith(f"layers.0.mlp.up_proj.{what}"))
-        tensors[name] = np.ascontiguousarray(change(tensors[name]))
-
-    return apply
-
-
-def without(what: str) -> Callable[[dict[str, Array]], None]:
-    def apply(tensors: dict[str, Array]) -> None:
-        del tensors[next(name for name in tensors if name.endswith(f"layers.0.mlp.up_proj.{what}"))]
+        array = tensors.pop(name)
+        if change:
+            tensors[name] = np.ascontiguousarray(change(array))
 
     return apply
 
@@ -132,8 +123,8 @@ def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     ("layout", "damage", "message"),
     [
-        (GPTQ, without("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
-        (AWQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'"]),
+        (GPTQ, changed("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
+        (AWQ, changed("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'"]),
         (GPTQ, changed("qweight", lambda a: a[:-1]), ["has shape [7, 160], expected [8, 160]"]),
         (GPTQ, changed("scales", lambda a: a[:1]), ["has shape [1, 160], expected [2, 160]"]),
         (GPTQ, changed("scales", at((0, 0), np.nan)), ["holds NaN or infinity"]),
@@ -154,17 +145,17 @@ def test_a_damaged_tensor_is_rejected(
     made: Callable[[Layout], Made],
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for file in made(layout).folder.iterdir():
-        if file.name != "model.safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    tensors = {name: array.copy() for name, array in load_file(made(layout).folder / "model.safetensors").items()}
+    folder = Path(shutil.copytree(made(layout).folder, tmp_path / "checkpoint"))
+    tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
-    done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
+    assert_export_refused(folder, *message)
+
+
+def assert_export_refused(folder: Path, *message: str) -> None:
+    done = run("sinkprune-export", folder, "-o", folder.parent / "out", "--budgets", "retain-64")
     assert_refused(done, *message)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +169,6 @@ def test_a_damaged_tensor_is_rejected(
 def test_a_configuration_of_another_checkpoint_is_rejected(
     config: dict[str, Any] | None, message: list[str], made: Callable[[Layout], Made], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for file in made(GPTQ).folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(made(GPTQ).folder, tmp_path / "checkpoint"))
     change_config(folder, config)
-    done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
-    assert_refused(done, *message)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert_export_refused(folder, *message)

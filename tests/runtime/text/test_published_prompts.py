@@ -22,8 +22,7 @@ from sinkprune import Clip, Pipeline
 from sinkprune.export.families.internvl import InternVL
 from sinkprune.export.families.llava import Llava
 from sinkprune.export.families.llava_next import _MISTRAL_TEMPLATE as MISTRAL_DEFAULT
-from sinkprune.export.families.qwen2_5_vl import Qwen25VL
-from sinkprune.export.families.qwen3_vl import Qwen3VL
+from sinkprune.export.families.qwen import Qwen3VL, Qwen25VL
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.text.prompt import Prompt
 from sinkprune.serving.chat_request import ChatReader

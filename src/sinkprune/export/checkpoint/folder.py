@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,9 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, url_of
 from sinkprune.contract.precision import Array
+
+if TYPE_CHECKING:
+    from sinkprune.export.source import ExportRequest
 
 T = TypeVar("T")
 Name = Annotated[str, Bounds(1, 200)]
@@ -228,19 +231,6 @@ class _Index(TypedDict):
     weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
 
 
-class PolicyOptions(NamedTuple):
-    """What the folders of some policies do not say; None for what was not given."""
-
-    unnorm_key: str | None = None
-    """The data set whose statistics count."""
-    chunk: int | None = None
-    """The number of actions of a chunk."""
-    bounds: str | None = None
-    """The statistics that become -1 and 1: a key of `sinkprune.export.checkpoint.openvla.BOUNDS`."""
-    action_tokenizer: str | None = None
-    """A local folder or a hub name with the FAST tokenizer."""
-
-
 class FolderContent(NamedTuple):
     """A checkpoint folder that has more than transformers' files."""
 
@@ -250,9 +240,8 @@ class FolderContent(NamedTuple):
     """Files of further tensors, in PyTorch's format, by the first part of their tensors' canonical names."""
 
 
-ReadFolder = Callable[[str, Path, Mapping[str, Any], PolicyOptions], FolderContent]
-"""Reads a folder with this config.json; the first argument names the checkpoint in messages. Raises
-`CheckpointError`."""
+ReadFolder = Callable[["ExportRequest", Path, Mapping[str, Any]], FolderContent]
+"""Reads the folder of a request with this config.json. Raises `CheckpointError`."""
 
 
 class SafetensorsWeights:

@@ -71,10 +71,7 @@ _ORDERS = {
     **{kind: ((_RENAMING, _RELATIVE, _NORMALISER, _PROMPTS[kind], _TOKENIZING),) for kind in ("pi05", "pi0_fast")},
 }
 """The steps before the model whose order changes what the model gets: each comes once, in this order."""
-_FORMER_TENSORS = {
-    STATE: "normalize_inputs.buffer_observation_state.",
-    ACTION: "unnormalize_outputs.buffer_action.",
-}
+_FORMER_TENSORS = {STATE: "normalize_inputs.buffer_observation_state.", ACTION: "unnormalize_outputs.buffer_action."}
 """Where the weights of LeRobot up to 0.3 have statistics."""
 _ACTIONS = "action_tokenizer_processor"
 """The step that tokenizes actions in the training of pi0-FAST."""
@@ -92,17 +89,11 @@ _SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     _PROMPTS["pi0"]: {},
     **{_PROMPTS[kind]: {"task_key": ("task",), "max_state_dim": ()} for kind in ("pi05", "pi0_fast")},
     _ACTIONS: {
-        "action_tokenizer_name": (),
-        "trust_remote_code": (),
-        "max_action_tokens": (),
-        "fast_skip_tokens": (),
-        "paligemma_tokenizer_name": (),
-        "allow_truncation": (),
+        **dict.fromkeys(("action_tokenizer_name", "trust_remote_code", "max_action_tokens"), ()),
+        **dict.fromkeys(("fast_skip_tokens", "paligemma_tokenizer_name", "allow_truncation"), ()),
     },
     _TOKENIZING: {
-        "tokenizer_name": (),
-        "max_length": (),
-        "truncation": (),
+        **dict.fromkeys(("tokenizer_name", "max_length", "truncation"), ()),
         "task_key": ("task",),
         "padding_side": ("right",),
         "padding": ("max_length",),
@@ -368,10 +359,7 @@ def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, An
             mode, frames = before.statistics(modes, camera, "VISUAL")
             if mode != _IDENTITY and frames:
                 raise _normalised_frames(source, camera, mode)
-        found = {
-            STATE: before.statistics(modes, STATE, "STATE"),
-            ACTION: after.statistics(modes, ACTION, "ACTION"),
-        }
+        found = {STATE: before.statistics(modes, STATE, "STATE"), ACTION: after.statistics(modes, ACTION, "ACTION")}
         cameras = _robots_names(source, cameras, before.config(_RENAMING).get("rename_map", {}))
         longest = before.config(_TOKENIZING).get("max_length", longest)
     return {

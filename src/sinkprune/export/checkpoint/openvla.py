@@ -1,6 +1,6 @@
 """Folders of OpenVLA and OpenVLA-OFT: statistics of a data set, and action heads in files of their own.
 
-The folder does not name its robot. Lengths of the statistics name the published ones; others need options.
+The folder does not name its robot. Lengths of the statistics name the published ones; others need request.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ import re
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from sinkprune.contract.checks import Bounds, format_value
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Number
-from sinkprune.export.checkpoint.folder import (
-    FolderContent,
-    PolicyOptions,
-    file_of,
-    has_entry,
-    read_fields,
-    read_json,
-)
+from sinkprune.export.checkpoint.folder import FolderContent, file_of, has_entry, read_fields, read_json
 from sinkprune.export.checkpoint.torch_file import TorchFile
+
+if TYPE_CHECKING:
+    from sinkprune.export.source import ExportRequest
 
 STATISTICS = "dataset_statistics.json"
 _HEAD, _STATE = "action_head", "proprio_projector"
@@ -63,26 +59,27 @@ class _DataSet(TypedDict, total=False):
     proprio: _Numbers | None
 
 
-def read_openvla(source: str, folder: Path, config: Mapping[str, Any], options: PolicyOptions) -> FolderContent:
+def read_openvla(request: ExportRequest, folder: Path, config: Mapping[str, Any]) -> FolderContent:
     """Read a folder; raises `CheckpointError`, and `UsageError` for options that it needs or does not have."""
+    source = request.source
     parts = _parts(source, folder)
     kept = {name: value for name, value in config.items() if name != "norm_stats"}
     if not parts:
-        if options.chunk or options.bounds:
+        if request.chunk or request.bounds:
             raise UsageError(
                 f"--chunk and --bounds are for OpenVLA-OFT, and '{source}' is OpenVLA: it has no action head, and "
                 "gives one action at a time. Leave them out."
             )
-        action = _data_set(source, folder, config, options.unnorm_key).get("action", {})
+        action = _data_set(source, folder, config, request.unnorm_key).get("action", {})
         ends = {f"actions_{end}": values for end, values in _ends(source, "actions", action, "q01-q99").items()}
         return FolderContent(
             {"config.json": {**kept, "action_dim": len(ends["actions_low"])}, "processor_config.json": ends}, {}
         )
     head, state_dim = _head(source, folder, parts)
-    data = _data_set(source, folder, config, options.unnorm_key)
+    data = _data_set(source, folder, config, request.unnorm_key)
     action, proprio = data.get("action", {}), data.get("proprio") or {}
     robot = _ROBOTS.get((head["action_dim"], len(proprio.get("q01", ()))))
-    chunk, bounds = options.chunk or (robot and robot.chunk), options.bounds or (robot and robot.bounds)
+    chunk, bounds = request.chunk or (robot and robot.chunk), request.bounds or (robot and robot.bounds)
     if chunk is None or bounds is None:
         known = ", ".join(f"{one.name} {sizes[0]} and {sizes[1]}" for sizes, one in _ROBOTS.items())
         raise UsageError(
@@ -143,9 +140,7 @@ def _head(source: str, folder: Path, parts: Mapping[str, str]) -> tuple[dict[str
         names = set(file.keys())
         if any(name.startswith("noise_predictor.") for name in names):
             raise _error(
-                source,
-                f"'{parts[_HEAD]}' is a diffusion head",
-                "Such variants of OpenVLA-OFT are not supported yet.",
+                source, f"'{parts[_HEAD]}' is a diffusion head", "Such variants of OpenVLA-OFT are not supported yet."
             )
         blocks = {found[1] for name in names if (found := re.match(r"model\.mlp_resnet_blocks\.(\d+)\.", name))}
         if "model.fc2.bias" not in names or blocks != {str(place) for place in range(len(blocks))}:

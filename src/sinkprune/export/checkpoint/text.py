@@ -299,9 +299,8 @@ def _chat_template(folder: Path) -> str | None:
             jinja = _read_file(folder, name, TEMPLATE_BYTES)
             template = None if jinja is None else jinja.replace("\r\n", "\n").replace("\r", "\n")
         if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-            template = named.get("default")
-        elif isinstance(template, dict):
+            template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        if isinstance(template, dict):
             template = template.get("default")
         if isinstance(template, str):
             if len(template.encode()) > TEMPLATE_BYTES:

@@ -63,14 +63,7 @@ def attention(
 
 
 def cached_attention(
-    op: Any,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    past: LayerCache,
-    mask: ir.Value | None,
-    *,
-    causal: bool,
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None, *, causal: bool
 ) -> CachedAttention:
     if mask is None:
         mask = _cache_mask(op, query, past, size(query, 1) // size(key, 1), causal)

@@ -41,14 +41,7 @@ def attention(
 
 
 def cached_attention(
-    op: Any,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    past: LayerCache,
-    mask: ir.Value | None,
-    *,
-    causal: bool,
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None, *, causal: bool
 ) -> CachedAttention:
     """Return the attention of new rows to a cache and to themselves, and the cache with the new rows.
 

@@ -41,26 +41,26 @@ class Family(Protocol):
     vision: Tower
     """The tower's facts, which the runtime's module of the same name reads."""
     visual_width: int
-    projector: str | None
+    projector: str | None = None
     """The weight graph after the tower; None if the tower's output has the decoder's width."""
     image_token: int
     video_token: int | None = None
     """The token of clips in prompts."""
     chat_template: str
     """The chat template of checkpoints without one."""
-    adds_bos: bool
+    adds_bos: bool = True
     """Whether the tokenizer adds special tokens to a prompt whose template does not begin with BOS."""
     causal: bool
     """Whether a row of the decoder sees the rows up to its own, and not all rows."""
     embedding: str
     """The name of the embedding table."""
-    embedding_scale: float
+    embedding_scale: float = 1.0
     """What the decoder multiplies rows of the embedding table by."""
-    extra_rows: Mapping[str, str]
+    extra_rows: Mapping[str, str] = MappingProxyType({})
     """Learned rows [d] of the LLM's input outside the embedding table: names in the bundle and in the checkpoint."""
-    groups_are_frames: bool
+    groups_are_frames: bool = False
     """Whether the groups of a picture are the frames of a clip."""
-    deepstack: int
+    deepstack: int = 0
     """The number of sets of DeepStack features that the tower outputs, each in the decoder's width."""
     processor_fields: type
     """The TypedDict of the fields read from preprocessor_config.json, or else from processor_config.json."""
@@ -93,6 +93,7 @@ class Family(Protocol):
 
         `settings` is the checkpoint's processor_config.json, empty if there is none.
         """
+        return None
 
     @property
     def pixels_each(self) -> int:

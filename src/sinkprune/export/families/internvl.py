@@ -28,7 +28,7 @@ from sinkprune.export.families.llama_shaped import (
     without_null,
 )
 from sinkprune.export.families.llava import FeatureLayer
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import FLOAT, WeightedGraph
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.vit import ACTIVATIONS, after_cls, cls_salience, layer_norm, patch_rows, two_layers
 
@@ -37,7 +37,6 @@ _Sides = Side | Annotated[list[Side], Bounds(2, 2)]
 _EPSILON = 1e-5
 # That of the tower's norms of queries and keys, which no configuration has.
 _ROW_EPSILON = 1e-6
-_FLOAT = ir.DataType.FLOAT
 
 
 class _VisionFields(SquareTowerFields, total=False):
@@ -84,7 +83,6 @@ class InternVL(LlamaShaped):
 
     name = "internvl"
     projector = "projector"
-    groups_are_frames = False
     # Within the model's positions, dynamic scaling changes nothing.
     rope_types = ("default", "linear", "dynamic")
     config_fields = _ConfigFields
@@ -179,9 +177,6 @@ class InternVL(LlamaShaped):
             known["video"] = self._video(settings, known)
         return known
 
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
-
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # Several tiles come with the whole image.
         tiles, frames = processor["max_patches"], processor["video"]["max_frames"] if "video" in processor else 1
@@ -221,11 +216,7 @@ class InternVL(LlamaShaped):
             ("vision_config.model_type", vision.model_type, ("internvl_vision",)),
             ("vision_config.hidden_act", vision.hidden_act, ACTIVATIONS),
             ("vision_config.norm_type", vision.norm_type, ("layer_norm", "rms_norm")),
-            (
-                "vision_config.use_absolute_position_embeddings",
-                vision.use_absolute_position_embeddings,
-                (True,),
-            ),
+            ("vision_config.use_absolute_position_embeddings", vision.use_absolute_position_embeddings, (True,)),
             ("projector_hidden_act", config.projector_hidden_act, ACTIVATIONS),
             ("vision_feature_layer", config.vision_feature_layer, (-1,)),
             ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
@@ -276,7 +267,7 @@ def _build_vision(graph: WeightedGraph, vit: _InternViT) -> None:
     for block in range(facts.num_blocks):
         x, query, key = _intern_block(graph, vit, f"vision_tower.encoder.layer.{block}", x)
     rows = op.Slice(x, [1], [facts.patches + 1], [1])
-    norms = op.ReduceL2(op.Cast(rows, to=_FLOAT), [-1], keepdims=0)
+    norms = op.ReduceL2(op.Cast(rows, to=FLOAT), [-1], keepdims=0)
     salience = cls_salience(graph, facts, query, key, [1, facts.patches + 1])
     if vit.last_norm:
         rows = layer_norm(graph, rows, "vision_tower.layernorm", d, facts.layer_norm_eps)
@@ -287,8 +278,8 @@ def _build_vision(graph: WeightedGraph, vit: _InternViT) -> None:
         return op.Reshape(op.Transpose(y, perm=[0, 1, 3, 2, 4]), [0, facts.tokens, merge**2 * width])
 
     graph.output("tokens", joined(rows, d), ["G", facts.tokens, merge**2 * d])
-    graph.output("norms", op.ReduceMax(joined(norms, 1), [-1], keepdims=0), ["G", facts.tokens], _FLOAT)
-    graph.output("salience", op.ReduceMean(joined(salience, 1), [-1], keepdims=0), ["G", facts.tokens], _FLOAT)
+    graph.output("norms", op.ReduceMax(joined(norms, 1), [-1], keepdims=0), ["G", facts.tokens], FLOAT)
+    graph.output("salience", op.ReduceMean(joined(salience, 1), [-1], keepdims=0), ["G", facts.tokens], FLOAT)
 
 
 def _intern_block(

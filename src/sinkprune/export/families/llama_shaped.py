@@ -11,10 +11,11 @@ from typing import Annotated, Any, TypedDict
 from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.manifest import Colours, Filter, LanguageModel, Number, PolicyFacts, Scale, Scales, Side
+from sinkprune.contract.manifest import Colours, Filter, LanguageModel, Number, Scale, Scales, Side, SquareTower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment
+from sinkprune.export.pruning.plan import VariableTokens
 
 # 128 x 128. Published towers have 576.
 _MOST_PATCHES = 16384
@@ -132,11 +133,6 @@ class LlamaShaped(Family):
     """
 
     embedding = "language_model.embed_tokens.weight"
-    projector: str | None = None
-    extra_rows: Mapping[str, str] = {}
-    deepstack = 0
-    adds_bos = True
-    embedding_scale = 1.0
     gate = "silu"
     """The activation of the decoder's MLP."""
     rope_types: Sequence[str] = ("default",)
@@ -168,7 +164,6 @@ class LlamaShaped(Family):
         ]
         self._check_settings(settings)
         self.image_token: int = self._image_token
-        self.video_token: int | None = None
         self._check_shapes(text)
         self._llama = self._read_llama(text)
         self.language_model, self.causal = self._llama.facts, self._llama.causal
@@ -178,8 +173,12 @@ class LlamaShaped(Family):
         head = self.embedding.removesuffix(".weight") if tied else "lm_head"
         return {**self._decoder(segments), "head": partial(build_head, llama=self._llama, lm_head=head)}
 
-    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts | None:
-        return None
+    def tokens_of(self, processor: Mapping[str, Any]) -> int | VariableTokens:
+        assert isinstance(self.vision, SquareTower)
+        return self.vision.tokens
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        return 1
 
     def _decoder(self, segments: Sequence[range]) -> dict[str, WriteGraph]:
         """Return the writers of `decoder_0`, `decoder_1`, ..."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
@@ -71,7 +71,6 @@ class Llava(LlamaShaped):
     most_groups = 1
     one_square = True
     """Whether the tower sees one square of each picture."""
-    groups_are_frames = False
     decoders: Sequence[str] = ("llama", "mistral", "qwen2")
     rope_types = ("default", "linear")
     cuts_edges = True
@@ -113,22 +112,14 @@ class Llava(LlamaShaped):
         else:
             self.vision = ViTTower(**facts)
         self.visual_width = self.vision.hidden_size
-        if isinstance(self.vision, SiglipTower):
-            from sinkprune.export.models.siglip import build_siglip
-
-            # transformers' features are the rows before the tower's last norm layer.
-            self._tower: Callable[..., None] = partial(build_siglip, tower=self.vision, normed=False)
-        else:
-            self._tower = partial(build_vision, vit=self.vision)
+        # transformers' features of SigLIP are the rows before the tower's last norm layer.
+        self._tower = partial(build_vision, tower=self.vision)
         self.other_towers = other_towers(self.vision, self._tower, padded=self.one_square)
 
     @property
     def special_tokens(self) -> SpecialTokens:
         texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<image>"}
         return SpecialTokens(self._special_tokens(texts, 4), bos="<s>", eos="</s>", unknown="<unk>")
-
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         return self.most_groups

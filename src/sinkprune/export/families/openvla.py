@@ -31,7 +31,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.families.pi0 import statistics_of
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models.action_head import ActionHead, build_action_head, build_state_projector
+from sinkprune.export.models.actions import ActionHead, build_action_head, build_state_projector
 from sinkprune.export.models.fused_vit import build_fused
 from sinkprune.export.models.llama import Llama, build_head
 
@@ -122,7 +122,6 @@ class OpenVla(LlamaShaped):
     """Whether rows see later rows."""
     configured_as = "llava"
     projector = "projector"
-    groups_are_frames = False
     adds_bos = False
     config_fields: type = _TokenFields
     processor_fields: type = _ProcessorFields
@@ -142,9 +141,7 @@ class OpenVla(LlamaShaped):
         given: Any = getattr(self._config, "timm_model_args", ({}, {}))
         dino, siglip = ({**usual, **own} for usual, own in zip(_TOWERS, given, strict=True))
         self.vision = FusedTower(
-            **self._timm_tower(siglip),
-            dino=SquareTower(**self._timm_tower(dino)),
-            registers=dino["reg_tokens"],
+            **self._timm_tower(siglip), dino=SquareTower(**self._timm_tower(dino)), registers=dino["reg_tokens"]
         )
         self.visual_width = self.vision.hidden_size + self.vision.dino.hidden_size
         completed = getattr(self._config, self.completed_by, None)
@@ -202,12 +199,6 @@ class OpenVla(LlamaShaped):
         end = text.vocab_size - config.pad_to_multiple_of
         tokens = ActionTokens(end, config.n_action_bins, _STOP)
         return self._facts(settings, 1, 0, self._completed, tokens=tokens, camera="full_image")
-
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
-
-    def groups_of(self, processor: Mapping[str, Any]) -> int:
-        return 1
 
     def _ends(self) -> dict[str, WriteGraph]:
         """Return the writers of the graphs after the decoder."""

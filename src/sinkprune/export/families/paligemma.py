@@ -15,6 +15,7 @@ from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
+    CLIP_PIXELS,
     ConfigFields,
     Hidden,
     LlamaShaped,
@@ -29,8 +30,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.siglip import build_siglip
-from sinkprune.export.models.vit import other_towers
+from sinkprune.export.models.vit import build_vision, other_towers
 
 
 class _VisionFields(SquareTowerFields, total=False):
@@ -54,9 +54,7 @@ PIXELS = {
     "do_convert_rgb": True,
     "do_resize": True,
     "resample": 3,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
+    **CLIP_PIXELS,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
@@ -80,7 +78,6 @@ class PaliGemma(LlamaShaped):
     within = ""
     """The place of PaliGemma's fields in the configuration."""
     projector = "projector"
-    groups_are_frames = False
     adds_bos = False
     gate = "gelu_pytorch_tanh"
     config_fields: type = PaliGemmaFields
@@ -96,7 +93,6 @@ class PaliGemma(LlamaShaped):
     )
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config)
         vision = self._paligemma.vision_config
         blocks, tower = vision.num_hidden_layers, self._square_tower(vision, vision.num_hidden_layers)
@@ -105,7 +101,7 @@ class PaliGemma(LlamaShaped):
         self.embedding_scale = self.language_model.hidden_size**0.5
         self.vision = SiglipTower(**tower, salience_block=blocks - (1 if salience == "last" else 2))
         self.visual_width = self.vision.hidden_size
-        self._tower = partial(build_siglip, tower=self.vision)
+        self._tower = partial(build_vision, tower=self.vision, normed=True)
         self.other_towers = other_towers(self.vision, self._tower, padded=True)
 
     @property
@@ -139,12 +135,6 @@ class PaliGemma(LlamaShaped):
             ]
         )
         return {**known, "do_center_crop": False, "crop_size": square, "do_pad": False}
-
-    def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        return self.vision.tokens
-
-    def groups_of(self, processor: Mapping[str, Any]) -> int:
-        return 1
 
     def _looks(self) -> dict[str, WriteGraph]:
         """Return the writers of the graphs before the decoder."""

@@ -20,7 +20,7 @@ from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import ConfigFields, PixelFields, Setting, TextFields, head_dim
 from sinkprune.export.families.paligemma import PIXELS, PaliGemma, PaliGemmaFields
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
+from sinkprune.export.models.actions import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
 
 _Number = Annotated[Number, Bounds(-1e6, 1e6)]
@@ -128,7 +128,6 @@ class Pi0(PaliGemma):
     processor_fields: type = ProcessorFields
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config, salience)
         expert, lm = self._config.dit_config, self.language_model
         most_held = getattr(self._config, "rtc_training_max_delay", 0)

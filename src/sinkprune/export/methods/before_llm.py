@@ -14,15 +14,9 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import FLOAT, Graph
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import (
-    ROUNDS,
-    centred,
-    cosines,
-    local_function,
-    unit_rows,
-)
+from sinkprune.export.pruning.functions import ROUNDS, centred, cosines, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -38,7 +32,6 @@ from sinkprune.export.pruning.sanitizer import (
 
 PIVOTS = 4
 SEED = 0
-_FLOAT = ir.DataType.FLOAT
 
 Count = Callable[[], TokenCount]
 """Returns k, the number of tokens of each group that are kept. Writes it into the graph if it is no constant."""
@@ -91,7 +84,7 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k:
     op, count = graph.op, k()
     pivots = op.Min(as_vector(count), [PIVOTS])
     chosen = largest(graph, features.norms, pivots)
-    similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=_FLOAT)), chosen)
+    similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=FLOAT)), chosen)
     # As many steps as the largest image has pivots with a share.
     for pivot in range(min(PIVOTS, most - PIVOTS)):
         # If an image keeps fewer tokens than there are pivots, its last pivot repeats, with a share of 0.
@@ -133,7 +126,7 @@ def _n_and_k(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, i
 def _loneliest(graph: Graph, tokens: ir.Value) -> ir.Value:
     """Return [G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
-    unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(tokens, to=FLOAT))
     place = places(graph, unit)
     everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(unit, start=0, end=2))
     itself = op.Equal(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import FLOAT, Graph
 from sinkprune.export.methods.before_llm import Count, best_token, build_before, chosen_in_rounds
 from sinkprune.export.pruning.functions import gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
@@ -25,8 +25,6 @@ VISUAL_WEIGHT = 0.5
 EQUAL = 2.0**-16
 """Gains that differ by no more are equal, as a share of the largest gain of the first round."""
 
-_FLOAT = ir.DataType.FLOAT
-
 
 def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Return [G,k]: the tokens of largest salience times gain of coverage, one after the other, ascending.
@@ -34,7 +32,7 @@ def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     The coverage of a set is the sum over all tokens of their largest cosine with a token of the set, at least 0.
     """
     op = graph.op
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(features.tokens, to=FLOAT))
     similar = op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1]))
     largest = op.ReduceMax(op.Abs(features.salience), [-1], keepdims=1)
     # Scaled, so that products stay in range.
@@ -56,7 +54,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     """
     op = graph.op
     tokens, question = (unit_rows(op, rows) for rows in rows_in_llm(facts, graph, features))
-    from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    from_tower = unit_rows(op, op.Cast(features.tokens, to=FLOAT))
     of_qwen = isinstance(facts.tokens, VariableTokens) and kept.tower is None
     text_temperature = TEXT_TEMPERATURE_OF_QWEN if of_qwen else TEXT_TEMPERATURE
     words = _covers(op, op.MatMul(tokens, op.Transpose(question, perm=[1, 0])), text_temperature)
@@ -76,7 +74,7 @@ build_mmtok = partial(build_before, mmtok, "diverse")
 def _covers(op: Any, cosines: ir.Value, temperature: float) -> ir.Value:
     """Return [G,N,R]: how well each of N tokens covers each of R targets, from their `cosines` [G,N,R]; over R."""
     weights = op.Softmax(op.Div(cosines, temperature), axis=1)
-    return op.Div(weights, op.Cast(op.Shape(cosines, start=2, end=3), to=_FLOAT))
+    return op.Div(weights, op.Cast(op.Shape(cosines, start=2, end=3), to=FLOAT))
 
 
 def _salient_round(

@@ -11,16 +11,14 @@ from bisect import bisect_right
 from dataclasses import replace
 from math import isqrt
 
-import onnx_ir as ir
-
 from sinkprune.contract.budgets import Budget, Counts, prune_layers
 from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.schedule import PictureSchedule
+from sinkprune.export.graph import FLOAT
 from sinkprune.export.pruning.equal_mean import kept_before, shares_of, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from sinkprune.export.pruning.sanitizer import in_every_group, new_sanitizer, output_rows
 
-_FLOAT = ir.DataType.FLOAT
 _TEXT = 64
 """Tokens of text in the request whose FLOPs to the first token are compared."""
 
@@ -40,8 +38,8 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     op = graph.op
     block_of = sorted((token, number) for number, block in enumerate(blocks) for token in block)
     places = op.Constant(value_ints=[number for _, number in block_of])
-    member = op.Cast(op.Equal(places, op.Unsqueeze(op.Range(0, count, 1), [-1])), to=_FLOAT)
-    sums = op.MatMul(member, op.Cast(features.rows, to=_FLOAT))
+    member = op.Cast(op.Equal(places, op.Unsqueeze(op.Range(0, count, 1), [-1])), to=FLOAT)
+    sums = op.MatMul(member, op.Cast(features.rows, to=FLOAT))
     means = op.Div(sums, op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1]))
     index = op.Constant(value_ints=[_middle(block, facts.tokens) for block in blocks])
     index = in_every_group(graph, features, op.Unsqueeze(index, [0]))

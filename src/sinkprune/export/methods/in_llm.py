@@ -8,13 +8,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, prune_layers, scaled_layers
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import FLOAT, Graph
 from sinkprune.export.pruning.equal_mean import scaled_stages
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import QueryRows, Stage, build_selects, every_text_row
-
-_FLOAT = ir.DataType.FLOAT
 
 
 def last_row(graph: Graph, stage: Stage) -> QueryRows:
@@ -31,11 +29,11 @@ def text_like_the_image(graph: Graph, stage: Stage) -> QueryRows:
     rows = every_text_row(graph, stage).rows
 
     def units(index: ir.Value) -> ir.Value:
-        return unit_rows(op, op.Cast(op.Gather(stage.hidden, index, axis=1), to=_FLOAT))
+        return unit_rows(op, op.Cast(op.Gather(stage.hidden, index, axis=1), to=FLOAT))
 
     image = op.ReduceMean(units(stage.visual), [1], keepdims=1)
     similarity = op.ReduceSum(op.Mul(units(rows), image), [0, 2], keepdims=0)
-    above = op.Cast(op.Greater(similarity, op.ReduceMean(similarity, [0], keepdims=1)), to=_FLOAT)
+    above = op.Cast(op.Greater(similarity, op.ReduceMean(similarity, [0], keepdims=1)), to=FLOAT)
     nobody = op.Sub(1.0, op.ReduceMax(above, [0], keepdims=1))
     return QueryRows(rows, op.Add(above, nobody))
 

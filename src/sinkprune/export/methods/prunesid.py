@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import FLOAT, INT64, Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, as_vector
@@ -35,8 +35,6 @@ MARGIN = 2.0**-12
 """Differences of cosines and, for each component before, of weights that do not count: rounding is smaller."""
 RESIDUAL = 1e-3
 """A column of which Gram-Schmidt leaves less than this share depends on the columns before, and becomes zero."""
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 _TINY = 1e-30
 
 
@@ -61,7 +59,7 @@ build = partial(build_before, prunesid, "diverse")
 def _component(graph: Graph, features: TowerValues, count: ir.Value, width: int) -> ir.Value:
     """Return [G,N] int64: the component of each token, of `width` or of a quarter of `count` if that is less."""
     op = graph.op
-    x = op.Sigmoid(op.Cast(features.tokens, to=_FLOAT))
+    x = op.Sigmoid(op.Cast(features.tokens, to=FLOAT))
     x = op.Sub(x, op.ReduceMean(x, [2], keepdims=1))
     x = op.Div(x, op.Max(op.ReduceL2(x, [1, 2], keepdims=1), _TINY))
     across = op.Transpose(x, perm=[0, 2, 1])
@@ -113,14 +111,14 @@ def _not_suppressed(
 ) -> ir.Value:
     """Return [G,N,1] fp32: 1 for each token that no more salient one of its group suppresses, else 0."""
     op = graph.op
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(features.tokens, to=FLOAT))
     similarity = op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1]))
-    tokens = op.Cast(op.Shape(features.norms, start=1, end=2), to=_FLOAT)
+    tokens = op.Cast(op.Shape(features.norms, start=1, end=2), to=FLOAT)
     pairs = op.Max(op.Div(op.Mul(tokens, op.Sub(tokens, 1.0)), 2.0), 1.0)
     # Of each pair one token is first.
     mean = op.Div(op.ReduceSum(op.Where(first, similarity, 0.0), [1, 2], keepdims=1), pairs)
-    threshold = op.Add(op.Mul(mean, op.Div(op.Cast(count, to=_FLOAT), 32.0)), MARGIN)
-    suppresses = op.Cast(op.And(rivals, op.Greater(similarity, threshold)), to=_FLOAT)
+    threshold = op.Add(op.Mul(mean, op.Div(op.Cast(count, to=FLOAT), 32.0)), MARGIN)
+    suppresses = op.Cast(op.And(rivals, op.Greater(similarity, threshold)), to=FLOAT)
     free = op.Expand(1.0, op.Shape(op.Unsqueeze(features.norms, [2])))
     for _ in range(SUPPRESSIONS):
         # 1 for a sum of 0, and 0 for 1 and more
@@ -137,25 +135,25 @@ def _picked(graph: Graph, group: ir.Value, rivals: ir.Value, free: ir.Value, cou
     op = graph.op
     member = op.Equal(op.Unsqueeze(group, [1]), op.Unsqueeze(op.Range(0, width, 1), [1]))
     alive = op.Transpose(free, perm=[0, 2, 1])
-    found = op.Cast(op.ReduceSum(op.Where(member, alive, 0.0), [2], keepdims=1), to=_INT64)
+    found = op.Cast(op.ReduceSum(op.Where(member, alive, 0.0), [2], keepdims=1), to=INT64)
     one = op.Min(found, 1)
     more = op.Sub(found, one)
     # The first of each group are counted apart, the others divided by the running share. If more are wanted than are
     # free, shares exceed the groups, which then keep all their free tokens.
     wanted = op.Sub(count, _total(op, one))
     earlier = op.Less(op.Range(0, width, 1), op.Unsqueeze(op.Range(0, width, 1), [1]))
-    flat = op.Cast(op.Transpose(more, perm=[0, 2, 1]), to=_FLOAT)
-    until = op.Cast(op.ReduceSum(op.Where(earlier, flat, 0.0), [2], keepdims=1), to=_INT64)
+    flat = op.Cast(op.Transpose(more, perm=[0, 2, 1]), to=FLOAT)
+    until = op.Cast(op.ReduceSum(op.Where(earlier, flat, 0.0), [2], keepdims=1), to=INT64)
     all_more = op.Max(_total(op, more), 1)
 
     def divided(x: ir.Value) -> ir.Value:
         return op.Div(op.Mul(x, wanted), all_more)
 
     share = op.Add(one, op.Sub(divided(op.Add(until, more)), divided(until)))
-    own = op.ReduceSum(op.Where(member, op.Cast(share, to=_FLOAT), 0.0), [1], keepdims=0)
+    own = op.ReduceSum(op.Where(member, op.Cast(share, to=FLOAT), 0.0), [1], keepdims=0)
     rank = op.ReduceSum(op.Where(rivals, alive, 0.0), [2], keepdims=0)
     return op.And(op.Less(rank, own), op.Greater(op.Squeeze(alive, [1]), 0.5))
 
 
 def _total(op: Any, counts: ir.Value) -> ir.Value:
-    return op.Cast(op.ReduceSum(op.Cast(counts, to=_FLOAT), [1], keepdims=1), to=_INT64)
+    return op.Cast(op.ReduceSum(op.Cast(counts, to=FLOAT), [1], keepdims=1), to=INT64)

@@ -26,7 +26,6 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, one_stage, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
 from sinkprune.export.pruning.equal_mean import fewer_stages, scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
@@ -43,15 +42,11 @@ from sinkprune.export.pruning.sanitizer import (
 from sinkprune.export.pruning.select import build_selects, every_text_row
 
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
-"""Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
+"""Writes the score [G,N] by which RES takes tokens, in place of the salience. The last argument is the mask of
+outliers, if any."""
 
 
-def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None) -> ir.Value:
-    """Return the salience: RES takes the most salient tokens (method.md section 1, 3)."""
-    return features.salience
-
-
-def build(facts: PlanFacts, budget: Budget, score: Score = by_salience, centring: bool = False) -> PlanGraphs:
+def build(facts: PlanFacts, budget: Budget, score: Score | None = None, centring: bool = False) -> PlanGraphs:
     """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and one stage (`one_stage`).
 
     With `centring`, DIV is chosen by the rule of Cen-Prune: tokens are compared without their mean, and distinctive
@@ -72,7 +67,7 @@ def build_after(
     facts: PlanFacts,
     budget: Budget,
     cuts: Sequence[int],
-    score: Score = by_salience,
+    score: Score | None = None,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     centring: bool = False,
 ) -> PlanGraphs:
@@ -84,13 +79,15 @@ def build_after(
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
-def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
+def build_with_heads(facts: PlanFacts, budget: Budget, score: Score | None = None) -> PlanGraphs:
     """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
 
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableBudget`.
     """
     if not facts.heads:
+        from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
+
         names = " and ".join(f"'{name}'" for name in WITH_HEADS)
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
@@ -107,7 +104,7 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
 
 
-def _sanitizer(facts: PlanFacts, budget: Budget, score: Score, centring: bool) -> Graph:
+def _sanitizer(facts: PlanFacts, budget: Budget, score: Score | None, centring: bool) -> Graph:
     """Return `sanitizer` of the graph contract (method.md section 1)."""
     most = facts.most_counts(budget)
     facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
@@ -121,8 +118,8 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score, centring: bool) -
     if most.outliers:
         sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, rows, per_mille=budget.outlier_per_mille)
 
-    # 3: RES, the most salient of LOW
-    scores = score(facts, graph, features, outlier)
+    # 3: RES, the most salient of LOW, or those of best score
+    scores = score(facts, graph, features, outlier) if score else features.salience
     reserved = largest(graph, scores if outlier is None else op.Where(outlier, float("-inf"), scores), reserve)
     index = ascending(graph, reserved, reserve)
 

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share, scaled_layers
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import BOOL, FLOAT, INT64, Graph
 from sinkprune.export.methods.before_llm import best_token
 from sinkprune.export.methods.in_llm import text_like_the_image
 from sinkprune.export.pruning.equal_mean import half_and_eighth
@@ -36,8 +36,6 @@ EQUAL = 2.0**-12
 LEAST_SPREAD = 2.0**-10
 """A criterion whose values differ by less is not scaled up to 1, so that rounding does not choose."""
 
-_FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
-
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Return the plan of a sanitizer and two stages, which meet the budget's mean together.
@@ -53,9 +51,9 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     graph, features = new_sanitizer(facts, kept)
     op, count = graph.op, sanitizer_counts(graph.op, facts, kept, features.norms).diverse
-    member = op.Cast(op.Expand(1, op.Shape(features.norms)), to=_BOOL)
+    member = op.Cast(op.Expand(1, op.Shape(features.norms)), to=BOOL)
     chosen = _chosen(graph, facts, features.tokens, features.salience, member, count, facts.most_counts(kept).kept)
-    place = op.Where(chosen, op.Cast(places(graph, features.norms), to=_FLOAT), float("inf"))
+    place = op.Where(chosen, op.Cast(places(graph, features.norms), to=FLOAT), float("inf"))
     output_tokens(graph, facts, kept, features, smallest(graph, place, count))
     return graph
 
@@ -71,10 +69,10 @@ def _rule(facts: PlanFacts, kept: int | Share) -> SelectionRule:
             rows = op.Expand(rows, [facts.images, 1, 1])
         else:
             count = left = count_of_one_image(graph, scores, kept, facts.visual_dim)
-            member = op.Cast(op.Expand(1, op.Concat([1], op.Shape(scores), axis=0)), to=_BOOL)
+            member = op.Cast(op.Expand(1, op.Concat([1], op.Shape(scores), axis=0)), to=BOOL)
         most = kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens)
         chosen = _chosen(graph, facts, rows, op.Unsqueeze(scores, [0]), member, count, most)
-        return Survivors(op.ReduceMax(op.Cast(chosen, to=_INT64), [0], keepdims=0), left)
+        return Survivors(op.ReduceMax(op.Cast(chosen, to=INT64), [0], keepdims=0), left)
 
     return choose
 
@@ -95,13 +93,13 @@ def _chosen(
     """
     facts.check_rounds(most)
     op, place = graph.op, places(graph, member)
-    unit = unit_rows(op, op.Cast(rows, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(rows, to=FLOAT))
     similar = op.Min(op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1])), SAME)
     largest = op.ReduceMax(op.Abs(relevance), [-1], keepdims=1)
     free = op.Where(member, 0.0, float("-inf"))
     # First to 1 at most, so that differences stay in range.
     relevance = _scaled(op, op.Div(relevance, op.Where(op.Greater(largest, 0.0), largest, 1.0)), free, 1e-30)
-    left = op.Cast(op.Constant(value_ints=[count]) if isinstance(count, int) else count, to=_FLOAT)
+    left = op.Cast(op.Constant(value_ints=[count]) if isinstance(count, int) else count, to=FLOAT)
     # Rows of other groups are covered from the start.
     closest = op.Where(member, -1.0, 2.0)
     # The first row is the most relevant.

@@ -13,7 +13,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import FLOAT, Graph
 from sinkprune.export.pruning.equal_mean import shares_of, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import (
@@ -35,8 +35,6 @@ from sinkprune.export.pruning.sanitizer import (
     places,
     smallest,
 )
-
-_FLOAT = ir.DataType.FLOAT
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -75,7 +73,7 @@ def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
         merged, targets = _merged(graph, features, unmerged, counts.others, counts.diverse)
         index, rows = op.Concat(index, targets, axis=1), op.Concat(rows, merged, axis=1)
     if kept.order == "raster":
-        order = smallest(graph, op.Cast(index, to=_FLOAT), op.Shape(index, start=1, end=2))
+        order = smallest(graph, op.Cast(index, to=FLOAT), op.Shape(index, start=1, end=2))
         index, rows = op.GatherElements(index, order, axis=1), gathered(op, rows, order)
     output_rows(graph, facts, kept, rows, index)
     return PlanGraphs(kept, graph)
@@ -91,8 +89,8 @@ def _merged(
     """
     op = graph.op
     tokens = op.Shape(features.norms, start=1, end=2)
-    place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=_FLOAT)
-    rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=_FLOAT), place), op.Max(as_vector(left), [1]))
+    place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=FLOAT)
+    rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=FLOAT), place), op.Max(as_vector(left), [1]))
     # At least one target, because ArgMax needs one; it is cut off below.
     some = op.Max(as_vector(contextual), [1])
     number = op.Range(0, op.Squeeze(some), 1)
@@ -100,7 +98,7 @@ def _merged(
 
     free = op.Not(op.Or(taken, mask_of(graph, features, targets)))
     sums, sizes = sums_of_similar(graph, features, targets, free)
-    rows = op.Cast(features.rows, to=_FLOAT)
+    rows = op.Cast(features.rows, to=FLOAT)
     merged = op.Add(gathered(op, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
     merged, targets = (op.Slice(x, [0], as_vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets
@@ -116,9 +114,9 @@ def sums_of_similar(
     """
     op = graph.op
     number = places(graph, targets)
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(features.tokens, to=FLOAT))
     nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
     joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))
-    member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=_FLOAT)
-    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), op.Cast(features.rows, to=_FLOAT))
+    member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=FLOAT)
+    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), op.Cast(features.rows, to=FLOAT))
     return sums, op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])

@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.export.graph import BOOL, FLOAT, INT64
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import ROUNDS, gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
@@ -20,8 +21,6 @@ AT_ONCE = 8
 """The most tokens that a round drops."""
 SAME = 1.0 - 2.0**-18
 """Larger cosines count as equal, so that copies of a token tie."""
-
-_FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -37,7 +36,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     order = largest(graph, features.salience, tokens)
     reserve = as_vector(counts.reserve)
     salient, rest = op.Slice(order, [0], reserve, [1]), op.Slice(order, reserve, tokens, [1])
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(features.tokens, to=FLOAT))
     similar = op.Min(op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1])), SAME)
     function = local_function(ROUNDS, "MatchingRound", _round, facts.dialect.OPSET)
     wanted = as_vector(counts.diverse)
@@ -80,13 +79,13 @@ def _round(op: Any, similar: ir.Value, rest: ir.Value, left: ir.Value) -> list[i
     second = op.Slice(rest, [1], size, [1], [2])
     number = op.Shape(first, start=1, end=2)
     nowhere = op.Expand(0, op.Slice(op.Shape(similar), [0], [2]))
-    among = op.Cast(op.ScatterElements(nowhere, second, op.Expand(1, op.Shape(second)), axis=1), to=_BOOL)
+    among = op.Cast(op.ScatterElements(nowhere, second, op.Expand(1, op.Shape(second)), axis=1), to=BOOL)
     rows = gathered(op, similar, first)
     nearest = op.ReduceMax(op.Where(op.Unsqueeze(among, [1]), rows, float("-inf")), [-1], keepdims=0)
     _, order = op.TopK(nearest, number, axis=-1, largest=1, sorted=1, _outputs=2)
     dropped = op.Min([AT_ONCE], op.Sub(size, left), number)
-    stay = op.Mul(op.Cast(op.Slice(order, dropped, number, [1]), to=_FLOAT), 2.0)
-    odd = op.Add(op.Mul(op.Cast(op.Range(0, op.Squeeze(op.Sub(size, number)), 1), to=_FLOAT), 2.0), 1.0)
+    stay = op.Mul(op.Cast(op.Slice(order, dropped, number, [1]), to=FLOAT), 2.0)
+    odd = op.Add(op.Mul(op.Cast(op.Range(0, op.Squeeze(op.Sub(size, number)), 1), to=FLOAT), 2.0), 1.0)
     odd = op.Expand(op.Unsqueeze(odd, [0]), op.Shape(second))
     place, _ = op.TopK(op.Concat(stay, odd, axis=1), op.Sub(size, dropped), axis=-1, largest=0, sorted=1, _outputs=2)
-    return [op.GatherElements(rest, op.Cast(place, to=_INT64), axis=1)]
+    return [op.GatherElements(rest, op.Cast(place, to=INT64), axis=1)]

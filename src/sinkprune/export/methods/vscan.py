@@ -13,15 +13,16 @@ read. docs/method-choices.md lists the other differences.
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from math import isqrt
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts, scaled_layers
-from sinkprune.export.graph import Graph
+from sinkprune.contract.budgets import Budget, Counts, round_half_up, scaled_layers
+from sinkprune.export.graph import FLOAT, Graph
 from sinkprune.export.methods.in_llm import last_row
 from sinkprune.export.methods.visionzip import sums_of_similar
-from sinkprune.export.pruning.equal_mean import shares_of, third_after
+from sinkprune.export.pruning.equal_mean import budget_mean, shares_of
 from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import (
     PlanFacts,
@@ -45,7 +46,6 @@ from sinkprune.export.pruning.select import build_selects
 
 WINDOWS = 16
 """The windows of a picture: 6x6 of LLaVA-1.5's 24x24 tokens each. Fewer, if fewer tokens are local."""
-_FLOAT = ir.DataType.FLOAT
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -58,6 +58,17 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(kept, _sanitizer(facts, kept), build_selects(facts, kept, cuts, last_row))
 
 
+def third_after(facts: PlanFacts, budget: Budget, cut: int) -> tuple[int, int]:
+    """Return the nominal tokens of a group up to the layer `cut` (0-based), and those after it: about a third.
+
+    The ratio gives the first count. The second makes up for its rounding. Together they meet the mean.
+    """
+    layers, until = facts.language_model.num_layers, cut + 1
+    total = budget_mean(facts, budget) * layers
+    before = min(facts.nominal_tokens, max(1, round_half_up(total / (until + Fraction(layers - until, 3)))))
+    return before, min(before, max(1, round_half_up((total - before * until) / (layers - until))))
+
+
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     """Return the sanitizer of the first stage: kept tokens in raster order, with the others merged into them."""
     most = facts.most_counts(kept)
@@ -67,12 +78,12 @@ def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     counts = sanitizer_counts(op, facts, kept, features.norms)
     count = _sum(graph, counts.reserve, counts.diverse)
     chosen = _scanned(graph, features, facts, counts, bool(most.diverse))
-    place = op.Cast(places(graph, features.norms), to=_FLOAT)
+    place = op.Cast(places(graph, features.norms), to=FLOAT)
     index = smallest(graph, op.Where(chosen, place, float("inf")), count)
     index = in_every_group(graph, features, index)
 
     sums, sizes = sums_of_similar(graph, features, index, op.Not(chosen))
-    own = gathered(op, op.Cast(features.rows, to=_FLOAT), index)
+    own = gathered(op, op.Cast(features.rows, to=FLOAT), index)
     merged = op.Div(op.Add(own, sums), op.Add(sizes, 1.0))
     output_rows(graph, facts, kept, op.CastLike(merged, features.tokens), index)
     return graph

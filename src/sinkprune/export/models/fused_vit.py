@@ -9,10 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import FusedTower, SquareTower
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import FLOAT, WeightedGraph
 from sinkprune.export.models.vit import cls_salience, layer_norm, patch_rows, two_layers
-
-_FLOAT = ir.DataType.FLOAT
 
 
 def build_fused(graph: WeightedGraph, tower: FusedTower) -> None:
@@ -27,10 +25,10 @@ def build_fused(graph: WeightedGraph, tower: FusedTower) -> None:
     patches = 1 + tower.registers
     tokens = op.Concat(op.Slice(rows, [patches], [patches + tower.tokens], [1]), own, axis=2)
     graph.output("tokens", tokens, ["G", tower.tokens, dino.hidden_size + tower.hidden_size])
-    norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
-    graph.output("norms", norms, ["G", tower.tokens], _FLOAT)
+    norms = op.ReduceL2(op.Cast(tokens, to=FLOAT), [-1], keepdims=0)
+    graph.output("norms", norms, ["G", tower.tokens], FLOAT)
     salience = cls_salience(graph, dino, query, key, [patches, patches + tower.tokens])
-    graph.output("salience", salience, ["G", tower.tokens], _FLOAT)
+    graph.output("salience", salience, ["G", tower.tokens], FLOAT)
 
 
 def _run(

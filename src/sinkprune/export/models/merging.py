@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import FLOAT, INT64, WeightedGraph
 from sinkprune.export.pruning.functions import SAME, gathered, unit_rows
-
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 
 
 class Merging:
@@ -39,7 +36,7 @@ class Merging:
         op, end = graph.op, special + total
 
         def tokens_of(values: ir.Value, axis: int) -> ir.Value:
-            return op.Cast(op.Slice(values, [special], [end], [axis]), to=_FLOAT)
+            return op.Cast(op.Slice(values, [special], [end], [axis]), to=FLOAT)
 
         def halves(values: ir.Value) -> list[ir.Value]:
             return [op.Slice(values, [start], [total], [1], [2]) for start in (0, 1)]
@@ -64,13 +61,13 @@ class Merging:
 
         # [G,T/2,count]: which sources each of the other half takes.
         number = op.Unsqueeze(op.Range(0, total // 2, 1), [1])
-        takes = op.Cast(op.Equal(op.Unsqueeze(target, [1]), number), to=_FLOAT)
+        takes = op.Cast(op.Equal(op.Unsqueeze(target, [1]), number), to=FLOAT)
         x_far = op.Add(x_far, op.MatMul(takes, gathered(op, x_near, source)))
         taken = op.ReduceSum(op.Mul(takes, op.Unsqueeze(at(size_near, source), [1])), [2], keepdims=0)
         size_far = op.Add(size_far, taken)
         # Sums of products, because a GPU may round the numbers in a MatMul.
         place, joined = at(place_near, source), at(place_far, target)
-        moves = op.Cast(op.Equal(op.Unsqueeze(self._owners, [2]), op.Unsqueeze(place, [1])), to=_FLOAT)
+        moves = op.Cast(op.Equal(op.Unsqueeze(self._owners, [2]), op.Unsqueeze(place, [1])), to=FLOAT)
         moved = op.ReduceSum(op.Mul(moves, op.Unsqueeze(op.Sub(joined, place), [1])), [2], keepdims=0)
         self._owners = op.Add(self._owners, moved)
 
@@ -109,7 +106,7 @@ class Merging:
 
     def output(self) -> None:
         """Output `merged` [G,N] int64: the place of the token that stands for each place of the grid."""
-        self._graph.output("merged", self._graph.op.Cast(self._owners, to=_INT64), ["G", self._all], _INT64)
+        self._graph.output("merged", self._graph.op.Cast(self._owners, to=INT64), ["G", self._all], INT64)
 
     def _after_special(self, former: ir.Value, tokens: ir.Value) -> ir.Value:
         """Return the special rows of `former`, then `tokens`."""

@@ -20,12 +20,10 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import Qwen3Tower, QwenTower
-from sinkprune.export.graph import Dim, WeightedGraph
+from sinkprune.export.graph import FLOAT, INT64, Dim, WeightedGraph
 from sinkprune.export.models.llama import gated_mlp
 from sinkprune.export.models.vit import layer_norm, two_layers
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 # Fixed in the model's code; no configuration has it.
 EPSILON = 1e-6
 _HIDDEN = -3.4028234663852886e38
@@ -114,8 +112,8 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     full = windowed = _AttentionSequences(cos, sin, None, None, lambda x: x, lambda x: x)
     if len(vision.full_attention_blocks) < vision.num_blocks:
         slots = (vision.window_side * vision.merge_size) ** 2
-        index = graph.input("window_index", ["windows", slots], _INT64)
-        slot = graph.input("patch_slot", ["G", "patches"], _INT64)
+        index = graph.input("window_index", ["windows", slots], INT64)
+        slot = graph.input("patch_slot", ["G", "patches"], INT64)
         windowed = _windows(graph, cos, sin, index, slot)
     salience, deepstack = None, []
     for block in range(vision.num_blocks):
@@ -124,14 +122,14 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
         if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
         deepstack += vision.deepstack_features(graph, block, x)
-    norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
+    norms = op.ReduceL2(op.Cast(x, to=FLOAT), [-1], keepdims=0)
 
     def by_unit(y: ir.Value | None) -> ir.Value:
         return op.Reshape(y, [0, -1, vision.merge_size**2])
 
     graph.output("tokens", vision.merged(graph, x), ["G", "N", vision.out_size])
-    graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], _FLOAT)
-    graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], _FLOAT)
+    graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], FLOAT)
+    graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], FLOAT)
     if deepstack:
         graph.output("deepstack", op.Concat(*deepstack, axis=-1), ["G", "N", len(deepstack) * vision.out_size])
 
@@ -166,7 +164,7 @@ def _windows(
         return op.Gather(flat(x), patch, axis=0)
 
     return _AttentionSequences(
-        gather(cos), gather(sin), op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter
+        gather(cos), gather(sin), op.Expand(held, square), op.Cast(held, to=FLOAT), gather, scatter
     )
 
 
@@ -200,7 +198,7 @@ def _received(
     # In a full-attention block one head at a time, because its matrix is [patches,patches].
     step = 1 if attending.seen is None else vision.num_heads
     for head in range(0, vision.num_heads, step):
-        q, k = (op.Cast(op.Slice(y, [head], [head + step], [1]), to=_FLOAT) for y in (query, key))
+        q, k = (op.Cast(op.Slice(y, [head], [head + step], [1]), to=FLOAT) for y in (query, key))
         scores = op.MatMul(op.Mul(q, vision.head_dim**-0.5), op.Transpose(k, perm=[0, 1, 3, 2]))
         if attending.mask is not None:
             scores = op.Where(attending.mask, scores, _HIDDEN)
@@ -210,7 +208,7 @@ def _received(
         column = op.ReduceSum(weights, [1, 2], keepdims=1)
         received = column if received is None else op.Add(received, column)
     total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [2])
-    patches = op.Cast(op.Size(total), to=_FLOAT)
+    patches = op.Cast(op.Size(total), to=FLOAT)
     return op.Div(total, op.Mul(patches, float(vision.num_heads)))
 
 

@@ -1,4 +1,4 @@
-"""CLIP's vision transformer as a graph, and what others share with them.
+"""The vision transformers of CLIP and SigLIP as graphs, and what others share with them.
 
 The blocks after the feature layer are left out. Salience is one row of attention, the CLS query against all keys,
 never the full matrix.
@@ -14,43 +14,61 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER
-from sinkprune.contract.manifest import SquareTower, ViTTower
+from sinkprune.contract.manifest import SiglipTower, SquareTower, ViTTower
 from sinkprune.contract.schedule import merges_of
-from sinkprune.export.graph import Dim, WeightedGraph
+from sinkprune.export.graph import FLOAT, INT64, Dim, WeightedGraph
 from sinkprune.export.pruning.functions import gathered
 
 if TYPE_CHECKING:
     from sinkprune.export.models.merging import Merging
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 Merges = Mapping[int, int]
 """How many tokens each block of a tower merges (0-based)."""
 NO_MERGES: Merges = MappingProxyType({})
 
 
-def build_vision(graph: WeightedGraph, vit: ViTTower, merges: Merges = NO_MERGES, *, bars: bool = False) -> None:
+def build_vision(
+    graph: WeightedGraph,
+    tower: ViTTower | SiglipTower,
+    merges: Merges = NO_MERGES,
+    *,
+    bars: bool = False,
+    normed: bool = False,
+) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
 
+    Norms are measured before the tower's last norm layer, which erases them. With `normed` tokens are its output.
     With `bars`, only the patches of the input `places` [G,N] become tokens.
     """
-    op, d, merging = graph.op, vit.hidden_size, new_merging(graph, vit, merges, special=1)
-    pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
-    x = _embed(graph, vit, pixels)
-    if bars:
-        x = op.Concat(op.Slice(x, [0], [1], [1]), at_places(graph, op.Slice(x, [1], [vit.tokens + 1], [1])), axis=1)
-    query = key = None
-    for block in range(vit.num_blocks):
+    op, d, first = graph.op, tower.hidden_size, 0 if isinstance(tower, SiglipTower) else 1
+    merging = new_merging(graph, tower, merges, special=first)
+    pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])
+    x = _embed(graph, tower, pixels)
+    if bars and first:
+        x = op.Concat(op.Slice(x, [0], [1], [1]), at_places(graph, op.Slice(x, [1], [tower.tokens + 1], [1])), axis=1)
+    elif bars:
+        x = at_places(graph, x)
+    attending = []
+    for block in range(tower.num_blocks):
         name, count = f"vision_tower.encoder.layers.{block}", merges.get(block, 0)
-        x, query, key = build_block(graph, vit, name, x, merging, count)
-    left = merging.left if merging else vit.tokens
+        x, query, key = build_block(graph, tower, name, x, merging, count)
+        attending.append((query, key))
+    left = merging.left if merging else tower.tokens
     n: Dim = "N" if bars else left
-    tokens = op.Slice(x, [1], [left + 1], [1])
-    norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
+    tokens = op.Slice(x, [1], [left + 1], [1]) if first else x
+    norms = op.ReduceL2(op.Cast(tokens, to=FLOAT), [-1], keepdims=0)
+    if normed:
+        tokens = layer_norm(graph, tokens, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
     graph.output("tokens", tokens, ["G", n, d])
-    graph.output("norms", norms, ["G", n], _FLOAT)
-    salience = cls_salience(graph, vit, query, key, [1, left + 1], merging)
-    graph.output("salience", salience, ["G", n], _FLOAT)
+    graph.output("norms", norms, ["G", n], FLOAT)
+    if isinstance(tower, SiglipTower):
+        from sinkprune.export.models.siglip import received_attention
+
+        patches = op.Cast(op.Shape(tokens, start=1, end=2), to=FLOAT) if bars else float(tower.tokens)
+        salience = op.Div(received_attention(graph, tower, *attending[tower.salience_block], merging), patches)
+    else:
+        salience = cls_salience(graph, tower, query, key, [1, left + 1], merging)
+    graph.output("salience", salience, ["G", n], FLOAT)
     if merging:
         merging.output()
 
@@ -64,14 +82,15 @@ def new_merging(graph: WeightedGraph, tower: SquareTower, merges: Merges, specia
     return Merging(graph, tower.tokens, special)
 
 
-def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
-    """Return [G,1+N,D]: the class embedding and the patches, with positions, normed."""
-    op, d, name = graph.op, vit.hidden_size, "vision_tower.embeddings"
-    patches = patch_rows(graph, vit, pixels, f"{name}.patch_embedding", bias=False)
-    cls = op.Reshape(graph.parameter(f"{name}.class_embedding", [d]), [1, 1, d])
-    positions = graph.parameter(f"{name}.position_embedding.weight", [vit.tokens + 1, d])
-    x = op.Add(after_cls(graph, pixels, patches, cls), positions)
-    return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
+def _embed(graph: WeightedGraph, tower: SquareTower, pixels: ir.Value) -> ir.Value:
+    """Return [G,N,D], the patches with positions, or [G,1+N,D] after CLIP's class embedding, normed."""
+    op, d, name, siglip = graph.op, tower.hidden_size, "vision_tower.embeddings", isinstance(tower, SiglipTower)
+    x = patch_rows(graph, tower, pixels, f"{name}.patch_embedding", bias=siglip)
+    if not siglip:
+        x = after_cls(graph, pixels, x, op.Reshape(graph.parameter(f"{name}.class_embedding", [d]), [1, 1, d]))
+    rows = tower.tokens if siglip else tower.tokens + 1
+    x = op.Add(x, graph.parameter(f"{name}.position_embedding.weight", [rows, d]))
+    return x if siglip else layer_norm(graph, x, "vision_tower.pre_layrnorm", d, tower.layer_norm_eps)
 
 
 def other_towers(
@@ -91,7 +110,7 @@ def other_towers(
 
 def at_places(graph: WeightedGraph, x: ir.Value) -> ir.Value:
     """Return the patches of `x` [G,patches,D] that the input `places` [G,N] names."""
-    return gathered(graph.op, x, graph.input("places", ["G", "N"], _INT64))
+    return gathered(graph.op, x, graph.input("places", ["G", "N"], INT64))
 
 
 def patch_rows(graph: WeightedGraph, tower: SquareTower, pixels: ir.Value, name: str, *, bias: bool) -> ir.Value:
@@ -172,9 +191,9 @@ def cls_salience(
     """Return [G,N] fp32: the CLS row of softmax attention, mean over heads, at the rows from one of `patches` up to
     the other."""
     op, (first, end) = graph.op, patches
-    cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
+    cls = op.Cast(op.Slice(query, [0], [1], [2]), to=FLOAT)
     cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)
-    scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2]))
+    scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=FLOAT), perm=[0, 1, 3, 2]))
     scores = merging.counted(scores) if merging else scores
     row = op.ReduceMean(op.Softmax(scores, axis=-1), [1, 2], keepdims=0)
     return op.Slice(merging.of_a_place(row) if merging else row, [first], [end], [1])

@@ -54,24 +54,17 @@ def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
     return min(facts.nominal_tokens, max(1, round_half_up(budget_mean(facts, budget))))
 
 
-def third_after(facts: PlanFacts, budget: Budget, cut: int) -> tuple[int, int]:
-    """Return the nominal tokens of a group up to the layer `cut` (0-based), and those after it: about a third.
-
-    The ratio gives the first count. The second makes up for its rounding. Together they meet the mean.
-    """
-    layers, until = facts.language_model.num_layers, cut + 1
-    total = budget_mean(facts, budget) * layers
-    before = min(facts.nominal_tokens, max(1, round_half_up(total / (until + Fraction(layers - until, 3)))))
-    return before, min(before, max(1, round_half_up((total - before * until) / (layers - until))))
-
-
 def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Budget:
-    """Return all N tokens into the LLM, then `stages` after the layers `cuts`, scaled alike to meet the mean."""
+    """Return all N tokens into the LLM, then `stages` after the layers `cuts`, scaled alike to meet the mean.
 
-    def scaled(step: int) -> tuple[int, ...]:
-        return tuple(round_half_up(Fraction(stage * step, _STEPS)) for stage in stages)
+    A stage keeps at least 1 token. Raises `UnreachableBudget`.
+    """
 
-    return _from_all(facts, budget, cuts, scaled)
+    def scaled(step: int) -> Counts:
+        kept = tuple(max(1, round_half_up(Fraction(stage * step, _STEPS))) for stage in stages)
+        return Counts(outliers=0, sink=0, reserve=facts.nominal_tokens, diverse=0, stages=kept)
+
+    return shares_of(facts, replace(budget, sanitizer=False), _nearest(facts, budget, cuts, scaled))
 
 
 def half_and_eighth(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
@@ -111,22 +104,6 @@ def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budge
         return replace(counts, stages=tuple(min(counts.kept, stage) for stage in stages))
 
     return shares_of(facts, budget, _nearest(facts, budget, cuts, scaled))
-
-
-def _from_all(
-    facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
-) -> Budget:
-    """Return the shares of all tokens into the LLM, and of the stages of `schedule` that meet the mean best.
-
-    `schedule` grows with its argument, from 0 to `_STEPS`, and counts nominal tokens; a stage keeps at least 1.
-    Raises `UnreachableBudget`.
-    """
-
-    def counts(step: int) -> Counts:
-        stages = tuple(max(1, stage) for stage in schedule(step))
-        return Counts(outliers=0, sink=0, reserve=facts.nominal_tokens, diverse=0, stages=stages)
-
-    return shares_of(facts, replace(budget, sanitizer=False), _nearest(facts, budget, cuts, counts))
 
 
 def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Callable[[int], Counts]) -> Counts:

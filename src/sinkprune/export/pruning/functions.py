@@ -15,15 +15,13 @@ import onnx_ir as ir
 from onnxscript import build_function
 
 from sinkprune.contract.budgets import MOST_AT_ONCE, diversity_group
+from sinkprune.export.graph import BOOL, FLOAT, INT64
 from sinkprune.export.pruning.plan import TokenCount, outlier_count
 
 DOMAIN = "sinkprune"
 ROUNDS = "sinkprune.rounds"
 """The domain of functions without a plugin that choose tokens round by round."""
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
-_BOOL = ir.DataType.BOOL
 _LOWEST = float("-inf")
 # Rounding moves the cosine of equal tokens to either side of 1. Larger cosines count as equal, so that they tie.
 SAME = 1.0 - 2.0**-18
@@ -41,10 +39,10 @@ def top_rho(opset: int) -> ir.Function:
     def body(op: Any, norms: ir.Value, tokens: ir.Value) -> list[ir.Value]:
         count = outlier_count(op, op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
         _, top = op.TopK(norms, count, axis=-1, largest=1, sorted=1, _outputs=2)
-        members = gathered(op, op.Cast(tokens, to=_FLOAT), top)
+        members = gathered(op, op.Cast(tokens, to=FLOAT), top)
         sink = op.CastLike(op.ReduceMean(members, [1], keepdims=1), tokens)
         nowhere, ones = op.Expand(0, op.Shape(norms)), op.Expand(1, op.Shape(top))
-        return [sink, op.Cast(op.ScatterElements(nowhere, top, ones, axis=1), to=_BOOL)]
+        return [sink, op.Cast(op.ScatterElements(nowhere, top, ones, axis=1), to=BOOL)]
 
     return local_function(DOMAIN, "TopRho", body, opset, ["per_mille"])
 
@@ -107,7 +105,7 @@ def _in_rounds(
 
     Closeness [G,N] is the largest cosine with what is kept, from `lowest` on.
     """
-    unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
+    unit = unit_rows(op, op.Cast(tokens, to=FLOAT))
     # A column defines the maximum when nothing is reserved.
     floor = op.Expand(lowest, op.Concat(op.Shape(candidate), [1], axis=0))
     similarity = op.Concat(floor, cosines(op, unit, reserved), axis=-1)
@@ -125,16 +123,16 @@ def _in_rounds(
         fresh = op.Less(place, left)
         similarity = op.Where(fresh, cosines(op, unit, index), _LOWEST)
         closeness = op.Max(closeness, op.ReduceMax(similarity, [-1], keepdims=0))
-        mark = op.Expand(op.Cast(fresh, to=_INT64), op.Shape(index))
-        taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=_BOOL)
+        mark = op.Expand(op.Cast(fresh, to=INT64), op.Shape(index))
+        taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=BOOL)
         available = op.And(available, op.Not(taken))
         left = op.Sub(left, width)
 
     chosen = op.And(candidate, op.Not(available))
-    column = op.Cast(op.Range(0, op.Squeeze(n), 1), to=_FLOAT)
-    raster = op.Where(chosen, column, op.Cast(n, to=_FLOAT))
+    column = op.Cast(op.Range(0, op.Squeeze(n), 1), to=FLOAT)
+    raster = op.Where(chosen, column, op.Cast(n, to=FLOAT))
     ascending, _ = op.TopK(raster, count, axis=-1, largest=0, sorted=1, _outputs=2)
-    return op.Cast(ascending, to=_INT64)
+    return op.Cast(ascending, to=INT64)
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
@@ -152,7 +150,7 @@ def centred(op: Any, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     A row is distinctive if its mean cosine with all rows is small, mean included. From 0 to 1 over each group; 1 if
     all rows are equally so.
     """
-    rows = op.Cast(x, to=_FLOAT)
+    rows = op.Cast(x, to=FLOAT)
     unit = unit_rows(op, rows)
     similarity = op.ReduceSum(op.Mul(unit, op.ReduceMean(unit, [1], keepdims=1)), [-1], keepdims=0)
     largest = op.ReduceMax(similarity, [-1], keepdims=1)

@@ -89,6 +89,11 @@ class PlanFacts:
         After merging they are as many as of all tokens. Raises `BudgetError` for a tower that cannot merge, for a
         budget of more tokens than it leaves, and for pictures without bars.
         """
+        if budget.queries and not self.action_rows:
+            raise BudgetError(
+                "option 'action-rows' is for policies whose rows become actions (OpenVLA-OFT), and this model is "
+                "none. Leave the option out."
+            )
         if budget.tower == "bars" and not self.padded:
             raise BudgetError(
                 "option 'bars' is for families that see one padded square of each picture (LLaVA-1.5, PaliGemma, "

@@ -10,18 +10,9 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.functions import (
-    diversity_rounds,
-    diversity_select,
-    gathered,
-    preferring_select,
-)
+from sinkprune.export.graph import BOOL, FLOAT, INT64, Dim, Graph
+from sinkprune.export.pruning.functions import diversity_rounds, diversity_select, gathered, preferring_select
 from sinkprune.export.pruning.plan import PlanFacts, TokenCount, as_vector, rows_kept
-
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
-_BOOL = ir.DataType.BOOL
 
 
 class TowerValues(NamedTuple):
@@ -42,8 +33,8 @@ def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, TowerValues]:
     """Return an empty `sanitizer` for the shares `kept`, and its inputs, joined if groups are sanitised as one."""
     graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     rows = tokens = graph.input("tokens", ["G", n, facts.visual_width])
-    norms = graph.input("norms", ["G", n], _FLOAT)
-    salience = graph.input("salience", ["G", n], _FLOAT)
+    norms = graph.input("norms", ["G", n], FLOAT)
+    salience = graph.input("salience", ["G", n], FLOAT)
     if facts.deepstack:
         # Joined to one row, so that tokens and features are gathered and averaged together.
         rows = graph.op.Concat(tokens, graph.input("deepstack", ["G", n, facts.deepstack_width]), axis=-1)
@@ -64,7 +55,7 @@ def output_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, in
     if facts.deepstack:
         rows, features = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)
     graph.output("kept_tokens", rows, [groups, count, width])
-    graph.output("kept_index", index, [groups, count], _INT64)
+    graph.output("kept_index", index, [groups, count], INT64)
     if features is not None:
         graph.output("kept_deepstack", features, [groups, count, facts.deepstack_width])
 
@@ -90,8 +81,8 @@ def smallest(graph: Graph, values: ir.Value, count: TokenCount) -> ir.Value:
 def ascending(graph: Graph, index: ir.Value, count: TokenCount) -> ir.Value:
     """Return the `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
     op = graph.op
-    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), as_vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
-    return op.Cast(ordered, to=_INT64)
+    ordered, _ = op.TopK(op.Cast(index, to=FLOAT), as_vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
+    return op.Cast(ordered, to=INT64)
 
 
 def least_similar(
@@ -117,7 +108,7 @@ def mask_of(graph: Graph, features: TowerValues, index: ir.Value) -> ir.Value:
     """Return the mask of the tokens `index`."""
     op = graph.op
     nowhere = op.Expand(0, op.Shape(features.norms))
-    return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
+    return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=BOOL)
 
 
 def places(graph: Graph, values: ir.Value) -> ir.Value:
@@ -154,8 +145,8 @@ def rows_in_llm(facts: PlanFacts, graph: Graph, features: TowerValues) -> tuple[
     Declares the inputs `embeddings` and `question`. Groups are joined as in `features`.
     """
     op, width = graph.op, facts.language_model.hidden_size
-    embeddings = op.Cast(graph.input("embeddings", ["G", facts.visual_dim, width]), to=_FLOAT)
-    question = op.Cast(graph.input("question", ["T", width]), to=_FLOAT)
+    embeddings = op.Cast(graph.input("embeddings", ["G", facts.visual_dim, width]), to=FLOAT)
+    question = op.Cast(graph.input("question", ["T", width]), to=FLOAT)
     joined = op.Reshape(embeddings, op.Concat(op.Shape(features.norms), [width], axis=0))
     return joined, question
 

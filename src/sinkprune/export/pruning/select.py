@@ -13,11 +13,9 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import MAX_TOP_K, Budget, Share
-from sinkprune.export.graph import Dim, Graph
+from sinkprune.export.graph import FLOAT, INT64, Dim, Graph
 from sinkprune.export.pruning.plan import PlanFacts, of_all_groups, share_of
 
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
 _END = 2**31 - 1
 
 
@@ -70,7 +68,7 @@ def count_of_one_image(graph: Graph, scores: ir.Value, kept: int | Share, tokens
     op = graph.op
     most: ir.Value | list[int]
     if isinstance(kept, Share):
-        norms = graph.input("norms", ["G", tokens], _FLOAT)
+        norms = graph.input("norms", ["G", tokens], FLOAT)
         most = share_of(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
     else:
         most = [kept]
@@ -97,13 +95,13 @@ def quotas_of_images(graph: Graph, images: int) -> Quotas:
     it.
     """
     op = graph.op
-    group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
+    group, quota = graph.input("visual_group", ["V"], INT64), graph.input("quota", ["V2"], INT64)
     every = list(range(images))
 
     def whose(numbers: ir.Value) -> ir.Value:
         return op.Equal(op.Unsqueeze(numbers, [0]), op.Unsqueeze(every, [1]))
 
-    places = op.ReduceSum(op.Cast(whose(quota), to=_FLOAT), [1], keepdims=1)
+    places = op.ReduceSum(op.Cast(whose(quota), to=FLOAT), [1], keepdims=1)
     return Quotas(whose(group), places, op.Shape(quota))
 
 
@@ -119,10 +117,10 @@ def best_of_each_image(images: int) -> SelectionRule:
         count = op.Min(left, op.Shape(scores), [MAX_TOP_K])
         ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
         _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)
-        rank = op.Cast(op.Range(0, op.Squeeze(count), 1), to=_FLOAT)
-        taken = op.Cast(op.Less(op.Unsqueeze(rank, [0]), places), to=_FLOAT)
+        rank = op.Cast(op.Range(0, op.Squeeze(count), 1), to=FLOAT)
+        taken = op.Cast(op.Less(op.Unsqueeze(rank, [0]), places), to=FLOAT)
         alive = op.ScatterElements(op.Expand(0.0, op.Shape(own)), index, taken, axis=1)
-        return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=_INT64), left)
+        return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=INT64), left)
 
     return choose
 
@@ -196,7 +194,7 @@ def build_select(
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     query = graph.input("query", [1, model.num_heads, "S", h])
     key = graph.input("key", [1, model.num_kv_heads, "S", h])
-    visual, text = graph.input("visual_index", ["V"], _INT64), graph.input("text_index", ["L"], _INT64)
+    visual, text = graph.input("visual_index", ["V"], INT64), graph.input("text_index", ["L"], INT64)
     size = op.Shape(query, start=2, end=3)
     predicting = op.Sub(size, [1])
     if facts.action_rows:
@@ -221,18 +219,13 @@ def build_select(
     graph.output("hidden_out", kept_rows(hidden), [1, "S2", model.hidden_size])
     graph.output("cos_out", positions(cos), [1, "S2", h // 2])
     graph.output("sin_out", positions(sin), [1, "S2", h // 2])
-    graph.output("visual_index_out", visual_out, ["V2"], _INT64)
-    graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], _INT64)
-    graph.output("keep_index", keep, ["S2"], _INT64)
+    graph.output("visual_index_out", visual_out, ["V2"], INT64)
+    graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], INT64)
+    graph.output("keep_index", keep, ["S2"], INT64)
 
 
 def _received_attention(
-    graph: Graph,
-    facts: PlanFacts,
-    stage: Stage,
-    budget: Budget,
-    queries: ChooseQueries,
-    heads: Sequence[int] | None,
+    graph: Graph, facts: PlanFacts, stage: Stage, budget: Budget, queries: ChooseQueries, heads: Sequence[int] | None
 ) -> ir.Value:
     """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
@@ -244,10 +237,10 @@ def _received_attention(
         # Each chosen head becomes a group of its own, because a group may have fewer chosen heads than another.
         query, key = op.Gather(query, [*heads], axis=1), op.Gather(key, [head // repeats for head in heads], axis=1)
         key_heads, repeats = len(heads), 1
-    q = op.Cast(op.Gather(query, querying, axis=2), to=_FLOAT)
+    q = op.Cast(op.Gather(query, querying, axis=2), to=FLOAT)
     # Query heads of a group are adjacent, so that keys need not be repeated.
     q = op.Reshape(q, [1, key_heads, -1, h])
-    k = op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])
+    k = op.Transpose(op.Cast(key, to=FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
     # The last row sees all rows, as every row does in a decoder that is not causal.
     last = querying if facts.causal else op.Max(querying, op.Sub(stage.size, [1]))

@@ -20,8 +20,8 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, PrecisionName, WeightForms, WeightsName
 
 if TYPE_CHECKING:
-    from sinkprune.export.checkpoint.quantisation_config import Quantisation
     from sinkprune.export.graph import WeightedGraph
+    from sinkprune.export.weights.quantised_weights import Quantisation
     from sinkprune.export.weights.rounding import RoundedMatrix, RoundingMethod
 
 # This many values fit into a core's cache.
