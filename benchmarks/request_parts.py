@@ -32,7 +32,7 @@ from sinkprune.runtime.backends import THREADS, Backend, Engine
 from sinkprune.runtime.backends.known import on_cpu
 from sinkprune.runtime.backends.onnxruntime import backend as onnxruntime
 from sinkprune.runtime.backends.openvino import backend as openvino
-from sinkprune.runtime.backends.openvino.devices import Cpu
+from sinkprune.runtime.backends.openvino.backend import Cpu
 
 SHARE = 0.02
 _PRODUCTS = ("MatMul", "FullyConnected", "Gemm", "Conv", "Attention", "MultiHeadAttention", "QAttention", "Subgraph")

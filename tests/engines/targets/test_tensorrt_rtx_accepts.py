@@ -46,8 +46,7 @@ from sinkprune.runtime.backends.small_graphs import (
     best_graph,
     not_finite_graph,
 )
-from sinkprune.runtime.frames import FrameForm
-from sinkprune.runtime.frames.graphs import bilinear_form, patch_form, square_form
+from sinkprune.runtime.frames import FrameForm, bilinear_form, patch_form, square_form
 from support.models.manifests import file_of
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")

@@ -18,10 +18,9 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt import backend as tensorrt
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from sinkprune.runtime.system import architecture, instructions
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run

@@ -12,8 +12,8 @@ from PIL import Image
 
 from sinkprune import Answer
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
+from sinkprune.runtime.power.sensors import read_conditions
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from support.programs.commands import assert_refused, run, without_notes
 from support.stand_ins import power_stand_ins as boards

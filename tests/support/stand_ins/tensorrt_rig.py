@@ -8,7 +8,7 @@ from typing import Any
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import FakeContext, FakeTensorRT, build_fake_engines
 

@@ -22,8 +22,7 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
-from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO
-from sinkprune.runtime.backends.openvino.devices import import_openvino
+from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO, import_openvino
 from sinkprune.runtime.system import architecture, instructions, trim_heap, usable_cores
 
 _PROVIDER = "CPUExecutionProvider"

@@ -23,7 +23,7 @@ from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.kv_cache import cache_names
-from sinkprune.runtime.backends.tensorrt.backend import fixed_room, import_tensorrt, new_error_log
+from sinkprune.runtime.backends.tensorrt import fixed_room, import_tensorrt, new_error_log
 from sinkprune.runtime.device.cuda import open_device
 
 

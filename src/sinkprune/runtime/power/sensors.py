@@ -1,4 +1,7 @@
-"""Power sensors: NVIDIA's library, Intel's RAPL and tegrastats. A new one is a function and a row in `_SENSORS`."""
+"""Power sensors, and temperatures and clocks while a program does its work.
+
+The sensors are NVIDIA's library, Intel's RAPL and tegrastats. A new one is a function and a row in `_SENSORS`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ import os
 import re
 import select
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.child_processes import find_program
 from sinkprune.contract.errors import NoSensorError, PowerError
+from sinkprune.contract.report import ConditionsReport
 
 ROOT = Path("/")
 SILENT_SECONDS = 3.0
@@ -355,3 +362,91 @@ def open_sensor(name: str, *, on_gpu: bool, root: Path = ROOT) -> Sensor:
         f"no power sensor was found. Tried {'; '.join(reasons)}. Leave --power out, or measure on a machine that has "
         "one."
     )
+
+
+_SECONDS_BETWEEN_CONDITIONS = 1.0
+_THERMAL_ZONES = "sys/class/thermal/thermal_zone*"
+_CPU_CLOCKS = ("sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq",)
+GPU_FOLDERS = ("sys/class/devfreq/*gpu*", "sys/class/devfreq/*.ga10b", "sys/class/devfreq/*.gb10b")
+"""Patterns of the folder of a Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and higher on Thor."""
+_GPU_CLOCKS = tuple(f"{folder}/cur_freq" for folder in GPU_FOLDERS)
+
+
+class ConditionsLog:
+    """The conditions that `logging_conditions` has read so far."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, dict[str, float], dict[str, float]]] = []
+
+    def add(self, root: Path) -> None:
+        """Add the present conditions, from the system's files below `root`."""
+        self._rows.append((time.monotonic(), *read_conditions(root)))
+
+    def report(self, start: float) -> ConditionsReport:
+        """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
+        return ConditionsReport(
+            seconds=tuple(seconds - start for seconds, _, _ in self._rows),
+            temperatures_c=_by_name([temperatures for _, temperatures, _ in self._rows]),
+            clocks_mhz=_by_name([clocks for _, _, clocks in self._rows]),
+        )
+
+
+@contextmanager
+def logging_conditions(root: Path = ROOT) -> Iterator[ConditionsLog]:
+    """Yield a log of the conditions at the block's beginning and end, and once a second in between."""
+    log, ended = ConditionsLog(), threading.Event()
+
+    def add_periodically() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_CONDITIONS):
+            log.add(root)
+
+    log.add(root)
+    thread = threading.Thread(target=add_periodically, name="conditions", daemon=True)
+    thread.start()
+    try:
+        yield log
+    finally:
+        ended.set()
+        thread.join()
+        log.add(root)
+
+
+def read_conditions(root: Path = ROOT) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the temperatures in Celsius by place, and the mean clocks in MHz of `cpu` and, on a Jetson, `gpu`.
+
+    They are read from the system's files below `root`. What cannot be read is left out.
+    """
+    temperatures, namesakes = {}, Counter[str]()
+    for zone in sorted(root.glob(_THERMAL_ZONES)):
+        millidegrees, name = _number_in(zone / "temp"), _text_in(zone / "type") or zone.name
+        if millidegrees is not None:
+            namesakes[name] += 1
+            temperatures[name if namesakes[name] == 1 else f"{name} {namesakes[name]}"] = millidegrees / 1e3
+    clocks = {"cpu": _mean(root, _CPU_CLOCKS, 1e3), "gpu": _mean(root, _GPU_CLOCKS, 1e6)}
+    return temperatures, {unit: megahertz for unit, megahertz in clocks.items() if megahertz is not None}
+
+
+def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: tuple(row.get(name) for row in rows) for name in names}
+
+
+def _mean(root: Path, patterns: tuple[str, ...], per_mhz: float) -> float | None:
+    found = [_number_in(path) for pattern in patterns for path in root.glob(pattern)]
+    values = [value / per_mhz for value in found if value is not None]
+    return fmean(values) if values else None
+
+
+def _number_in(path: Path) -> float | None:
+    try:
+        return float(_text_in(path) or "")
+    except ValueError:
+        return None
+
+
+def _text_in(path: Path) -> str | None:
+    """Return the text of a file; None if it is missing, or if its device is asleep."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -13,9 +13,8 @@ from sinkprune.contract.checks import RealNumber
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.report import BudgetRate, Latency, RateEnergy, RateReport
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.power.conditions import logging_conditions
 from sinkprune.runtime.power.meter import EnergyMeter, Span
-from sinkprune.runtime.power.sensors import ROOT
+from sinkprune.runtime.power.sensors import ROOT, logging_conditions
 from sinkprune.runtime.profiling.profile import WARMUP, check_budgets, report_header
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike

@@ -20,7 +20,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import graphs as openvino_blocks
-from sinkprune.runtime.backends.openvino.devices import DEVICES, Cpu, import_openvino
+from sinkprune.runtime.backends.openvino.backend import DEVICES, Cpu, import_openvino
 from sinkprune.runtime.backends.openvino.graphs import GraphReader, fill_blocks
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends

@@ -15,7 +15,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
-from sinkprune.runtime.backends.openvino.devices import Gpu
+from sinkprune.runtime.backends.openvino.backend import Gpu
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.commands import assert_refused, run
 from support.references.same_answers import QUESTION, assert_alike, assert_equal_at_both_ends, options_of

@@ -15,8 +15,7 @@ from sinkprune.export.dialects import load_dialect
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-from sinkprune.runtime.backends.openvino.devices import import_openvino
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend, import_openvino
 from sinkprune.runtime.backends.openvino.graphs import GraphReader, group_in_int8
 from support.stand_ins.processor_features import assert_error, rounds_to_int8
 
