@@ -165,6 +165,7 @@ _MOST_SCALE = 4
 """How far engines of Qwen's families scale frames down."""
 _MOST_TAPS = 6
 """The most pixels that a filter of Pillow reads for each one, at a scale of 1."""
+_FRAME_SIZES = {"F": (1, 1, 1), "H": (1, _USUAL[1], _LARGEST[1]), "W": (1, _USUAL[0], _LARGEST[0])}
 
 
 def square_form(side: int, table: Array, *, masked: bool, views: int = 1) -> FrameForm:
@@ -181,7 +182,7 @@ def _sizes(block: int, count: int, side: int, views: int) -> dict[str, tuple[int
     """Return the sizes of dimensions for frames up to `_LARGEST`, as sides of `count` blocks."""
     scale = max(1.0, _LARGEST[0] / side)
     window = ceil((block + _MOST_TAPS) * scale) + 2
-    sizes = {"F": (1, 1, 1), "H": (1, _USUAL[1], _LARGEST[1]), "W": (1, _USUAL[0], _LARGEST[0])}
+    sizes = dict(_FRAME_SIZES)
     for axis in ("columns", "rows"):
         sizes |= {f"{axis}_views": (1, 1, views), f"{axis}_blocks": (count, count, count)}
         sizes |= {f"{axis}_window": (1, ceil(window * _USUAL[0] / _LARGEST[0]), window)}
@@ -223,15 +224,10 @@ def patch_graph(settings: Mapping[str, Any], dtype: Dtype, name: str) -> GraphWr
 def bilinear_form(side: int, dtype: np.dtype[Any], settings: Mapping[str, Any]) -> FrameForm:
     """Return the form of `BilinearPlan`, for squares of `side` pixels by `settings` of preprocessor_config.json.
 
-    TensorRT computes its one product of fp64 in fp32, which differs by the last bit.
+    Its graph has squares `pixel_values` [F,3,side,side] of frames [F,H,W,3] of one size, mixed in floats. TensorRT
+    computes its one product of fp64 in fp32, which differs by the last bit.
     """
-    sizes = {"F": (1, 1, 1), "H": (1, _USUAL[1], _LARGEST[1]), "W": (1, _USUAL[0], _LARGEST[0])}
-    return FrameForm({COLUMNS_FIRST: bilinear_graph(side, cast(Dtype, dtype.name), settings)}, side, {}, sizes)
-
-
-def bilinear_graph(side: int, dtype: Dtype, settings: Mapping[str, Any]) -> GraphWriter:
-    """Return the graph of squares `pixel_values` [F,3,side,side] of frames [F,H,W,3] of one size, mixed in floats."""
-    graph = GraphWriter()
+    graph, kind = GraphWriter(), cast(Dtype, dtype.name)
     pixels = graph.op("Cast", graph.input("frame", "uint8", ["F", "H", "W", 3]), to=ELEMENT_TYPES["float32"])
     for axis, name in ((1, "rows"), (2, "columns")):
         ends = []
@@ -249,10 +245,10 @@ def bilinear_graph(side: int, dtype: Dtype, settings: Mapping[str, Any]) -> Grap
     if settings["do_normalize"]:
         mean, std = (graph.constant(np.array(settings[name], np.float32)) for name in ("image_mean", "image_std"))
         pixels = graph.op("Div", graph.op("Sub", pixels, mean), std)
-    pixels = graph.op("Cast", pixels, to=ELEMENT_TYPES[dtype])
+    pixels = graph.op("Cast", pixels, to=ELEMENT_TYPES[kind])
     graph.op("Transpose", pixels, into="pixel_values", perm=[0, 3, 1, 2])
-    graph.output("pixel_values", dtype, ["F", 3, side, side])
-    return graph
+    graph.output("pixel_values", kind, ["F", 3, side, side])
+    return FrameForm({COLUMNS_FIRST: graph}, side, {}, _FRAME_SIZES)
 
 
 def block_of(side: int) -> int:
@@ -270,11 +266,9 @@ def square_graph(side: int, dtype: Dtype, name: str, *, masked: bool) -> GraphWr
     pixels = _reshaped(graph, _resized(graph, block_of(side), name), [0, 0, side, -1, side, 3])
     order = [0, 1, 3, 5, 2, 4] if name == COLUMNS_FIRST else [0, 3, 1, 5, 4, 2]
     pixels = _reshaped(graph, graph.op("Transpose", pixels, perm=order), [-1, 3, side, side])
+    values = _looked_up(graph, pixels, dtype, into="" if masked else "pixel_values")
     if masked:
-        values = _looked_up(graph, pixels, dtype)
         graph.op("Mul", values, graph.input("inside", dtype, [side, side]), into="pixel_values")
-    else:
-        _looked_up(graph, pixels, dtype, into="pixel_values")
     graph.output("pixel_values", dtype, ["G", 3, side, side])
     return graph
 
@@ -344,15 +338,6 @@ class Axis(NamedTuple):
     """The number of pixels taken; those after the resized ones are zero."""
 
 
-class Weights(NamedTuple):
-    """The whole weights of resized pixels."""
-
-    starts: Array
-    """[resized] the first old pixel with a weight."""
-    values: Array
-    """[resized,taps] int64, scaled by 2**`PRECISION`."""
-
-
 def _bicubic(x: Array) -> Array:
     x, a = np.abs(x), -0.5
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a
@@ -387,8 +372,12 @@ _FILTERS: dict[int, tuple[_Filter, float]] = {
 """Pillow's filters with their radius, but for the nearest neighbour, which weighs nothing."""
 
 
+Weights = tuple[Array, Array]
+"""Whole weights of resized pixels: [resized] the first old pixel with a weight, and [resized,taps] int64."""
+
+
 def pillow_weights(length: int, resized: int, resample: int) -> Weights | None:
-    """Return the weights of `Image.resize` (Pillow, Resample.c); None for a filter that weighs nothing."""
+    """Return the weights of `Image.resize` (Pillow, Resample.c), scaled by 2**`PRECISION`; None where none are."""
     if resample not in _FILTERS:
         return None
     kernel, radius = _FILTERS[resample]
@@ -401,7 +390,7 @@ def pillow_weights(length: int, resized: int, resample: int) -> Weights | None:
     shares = np.where(places < ends[:, None], kernel((places - centers[:, None] + 0.5) * (1 / stretch)), 0)
     # One after the other, as Pillow adds them.
     shares /= shares.cumsum(axis=1)[:, -1:]
-    return Weights(starts, np.trunc(shares * 2**PRECISION + np.copysign(0.5, shares)).astype(np.int64))
+    return starts, np.trunc(shares * 2**PRECISION + np.copysign(0.5, shares)).astype(np.int64)
 
 
 _SAMPLES = 32
@@ -421,7 +410,7 @@ def rows_first(size: tuple[int, int], resized: tuple[int, int], resample: int) -
 
     def along(pixels: Array, axis: int, chosen: Array) -> Array:
         found = weights[1 - axis]
-        return pixels if found is None else _resized(pixels, axis, found, chosen)
+        return pixels if found is None else _resized_lines(pixels, axis, found, chosen)
 
     sampled = expected[down][:, across]
     if np.array_equal(along(along(noise, 1, across), 0, down), sampled):
@@ -429,11 +418,11 @@ def rows_first(size: tuple[int, int], resized: tuple[int, int], resample: int) -
     return True if np.array_equal(along(along(noise, 0, down), 1, across), sampled) else None
 
 
-def _resized(pixels: Array, axis: int, weights: Weights, chosen: Array) -> Array:
+def _resized_lines(pixels: Array, axis: int, weights: Weights, chosen: Array) -> Array:
     """Return the `chosen` resized pixels along an axis."""
     lines = np.moveaxis(pixels, axis, 0)
     sums = []
-    for start, values in zip(weights.starts[chosen], weights.values[chosen], strict=True):
+    for start, values in zip(*(part[chosen] for part in weights), strict=True):
         read = lines[start : start + len(values)]
         sums.append(np.tensordot(values[: len(read)], read.astype(np.int64), 1))
     whole = np.stack(sums, axis) + (1 << PRECISION - 1) >> PRECISION
@@ -492,15 +481,16 @@ def blocks(views: Sequence[Axis], resample: int, block: int, bar: Sequence[int])
     )
 
 
-def _taken(view: Axis, weights: Weights) -> tuple[Array, Array]:
+def _taken(view: Axis, weights: Weights) -> Weights:
     """Return the starts and the values of the pixels that a view takes; zeros beside the resized ones."""
     places = np.arange(view.first, view.first + view.taken)
     inside = (places >= 0) & (places < view.resized)
     places = places.clip(0, view.resized - 1)
-    return weights.starts[places], np.where(inside[:, None], weights.values[places], 0)
+    starts, values = weights
+    return starts[places], np.where(inside[:, None], values[places], 0)
 
 
-def _aligned(parts: Sequence[tuple[Array, Array]]) -> tuple[list[Array], list[Array]]:
+def _aligned(parts: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
     """Return all starts, and all values with as many taps."""
     most = max(values.shape[1] for _, values in parts)
     wide = [np.pad(values, ((0, 0), (0, most - values.shape[1]))) for _, values in parts]

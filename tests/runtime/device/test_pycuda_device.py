@@ -66,10 +66,6 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.reached = True
 
-    def time_since(self, start: FakeEvent) -> float:
-        assert self.reached
-        return 1.5
-
 
 def test_without_pycuda_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)
@@ -121,23 +117,3 @@ def test_copies_in_pass_through_pinned_memory_that_lives_until_its_copy_is_done(
     assert len(device._staging) == 2
     device.copy_in(4096, np.empty((0, 4), np.float32))
     assert fake.memcpy_htod_async.call_count == 4
-
-
-def test_copies_and_zeros_on_the_device(fake: Any) -> None:
-    device, stream = PycudaDevice(), fake.Stream.return_value
-    device.copy(4096, 8192, 5)
-    fake.memcpy_dtod_async.assert_called_once_with(4096, 8192, 5, stream)
-    device.copy_lines(4096, 640, 8192, 64, 32, 4)
-    lines = fake.Memcpy2D.return_value
-    lines.set_dst_device.assert_called_once_with(4096)
-    lines.set_src_device.assert_called_once_with(8192)
-    assert (lines.dst_pitch, lines.src_pitch, lines.width_in_bytes, lines.height) == (640, 64, 32, 4)
-    lines.assert_called_once_with(stream)
-    device.zero_lines(4096, 640, 32, 4)
-    fake.memset_d2d8_async.assert_called_once_with(4096, 640, 0, 32, 4, stream)
-
-
-def test_events_measure_milliseconds(fake: Any) -> None:
-    device = PycudaDevice()
-    start, end = device.record_event(), device.record_event()
-    assert device.elapsed_ms(start, end) == 1.5

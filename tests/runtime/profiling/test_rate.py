@@ -82,15 +82,6 @@ def test_budgets_follow_each_other_at_the_rate(
     assert conditions.seconds[0] < 0 and conditions.seconds[-1] >= 1.0
 
 
-def test_frames_that_come_too_fast_are_missed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = RateRun(pipeline("gqa-112"), [photo], "What?", ["none"], frame_clock(1000, 0.3)).measure(warmup=0)
-    budget = report.rates["none"]
-    # However fast the machine is: no request of sixteen tokens takes less than a millisecond and a quarter.
-    assert budget.frames == 300 and budget.missed > 60
-    # Half a frame's time old on average.
-    assert budget.latency_ms.mean - budget.busy_ms.mean > 0.1
-
-
 @pytest.mark.parametrize("complete", [0, 12])
 def test_an_interrupted_command_reports_the_answers_so_far(
     complete: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

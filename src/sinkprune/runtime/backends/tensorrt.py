@@ -216,10 +216,6 @@ class _OptimisationProfile:
         inputs = zip(self._inputs, shapes, self._ranges, strict=True)
         return next((name, shape, taken) for name, shape, taken in inputs if _distance(taken, shape))
 
-    def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
-        """Enqueue a call; `addresses` are those of the inputs, then those of the outputs."""
-        self._enqueue(self._context, shapes, addresses)
-
     def capture(self, shapes: Shapes, addresses: tuple[Address, ...]) -> Capture:
         """Run a call and capture it, with a context of its own.
 
@@ -227,10 +223,12 @@ class _OptimisationProfile:
         Source: TensorRT's developer guide, "CUDA Graphs".
         """
         context = self._new_context(captured=True)
-        made = captured_on_stream(self._session.device, lambda: self._enqueue(context, shapes, addresses))
+        made = captured_on_stream(self._session.device, lambda: self.enqueue(shapes, addresses, context))
         return made._replace(held=context)
 
-    def _enqueue(self, context: Any, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
+    def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...], context: Any = None) -> None:
+        """Enqueue a call; `addresses` are those of the inputs, then those of the outputs."""
+        context = context or self._context
         self._session.errors.clear()
         self._set_shapes(context, shapes)
         for name, address in zip((*self._inputs, *self._outputs), addresses, strict=True):

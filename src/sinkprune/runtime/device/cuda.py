@@ -14,7 +14,7 @@ import heapq
 import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
@@ -405,10 +405,9 @@ class CudaPythonDevice(Device):
     def _is_done(self, event: Any) -> bool:
         self._enter()
         (status,) = self._cuda.cuEventQuery(event)
-        if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        self._checked((status,))
-        return True
+        if status != self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            self._checked((status,))
+        return bool(status == self._cuda.CUresult.CUDA_SUCCESS)
 
     def _enter(self) -> None:
         """Make the context current, which CUDA tracks for each thread."""
@@ -431,11 +430,12 @@ class CudaPythonDevice(Device):
         return f"{reason} ({getattr(status, 'name', status)})"
 
 
-class _Staging:
+class _Staging(NamedTuple):
     """Pinned host memory, and the event after the last copy from it."""
 
-    def __init__(self, address: Address, size: int, copied: Any) -> None:
-        self.address, self.size, self.copied = address, size, copied
+    address: Address
+    size: int
+    copied: Any
 
 
 class _Owned:

@@ -244,8 +244,6 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
 
 def check_array(array: Array) -> None:
     """Raise `ImageError` for an array that is no picture uint8 [height,width,3]."""
-    if array.dtype == np.uint8 and array.ndim == 3 and 0 in array.shape[:2]:
-        raise ImageError(f"found an array {array.dtype}{list(array.shape)}, which has no pixels. Give a picture.")
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ImageError(
             f"found an array {array.dtype}{list(array.shape)}, expected uint8 [height,width,3]. Transpose one of "

@@ -273,9 +273,12 @@ class _Compiled:
     outputs: list[str]
 
 
-class _OpenVinoEngine:
+class _OpenVinoEngine(Cache):
+    """An inference request. That of a decoder segment holds the keys and values of one answer as its states."""
+
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled, self._request = compiled, compiled.library.create_infer_request()
+        self.length = 0
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return all outputs by name, in their own memory; raises `BackendError` where openvino fails."""
@@ -303,14 +306,6 @@ class _OpenVinoEngine:
             state.state = type(state.state)(np.ascontiguousarray(states[state.name]))
 
 
-@dataclass
-class _OpenVinoCache(Cache):
-    """The keys and values of one segment, of one answer: the states of `engine`'s inference request."""
-
-    engine: _OpenVinoEngine
-    length: int = 0
-
-
 class _OpenVinoDecoder(Decoder):
     """One compiled segment; every answer has its own inference request, with its caches as states."""
 
@@ -321,12 +316,12 @@ class _OpenVinoDecoder(Decoder):
         self._in_use = in_use = list[_OpenVinoEngine]()
         self._engine = wrap(lambda inputs: in_use[-1](inputs))
 
-    def new_cache(self, expected: int = 0) -> _OpenVinoCache:
-        return _OpenVinoCache(_OpenVinoEngine(self._compiled))
+    def new_cache(self, expected: int = 0) -> _OpenVinoEngine:
+        return _OpenVinoEngine(self._compiled)
 
-    def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoEngine) -> dict[str, Array]:
         length = np.array([cache.length], np.int64)
-        self._in_use.append(cache.engine)
+        self._in_use.append(cache)
         try:
             outputs = self._engine({**inputs, "past_length": length, BEAM: _NO_BEAM})
         finally:
@@ -334,15 +329,15 @@ class _OpenVinoDecoder(Decoder):
         cache.length += inputs["hidden"].shape[1]
         return outputs
 
-    def keys_and_values(self, cache: _OpenVinoCache) -> dict[str, Array]:
-        return {f"past_{name}": state for name, state in cache.engine.states().items()}
+    def keys_and_values(self, cache: _OpenVinoEngine) -> dict[str, Array]:
+        return {f"past_{name}": state for name, state in cache.states().items()}
 
-    def save(self, cache: _OpenVinoCache, rows: int) -> dict[str, Array]:
-        return {name: state[:, :, :rows].copy() for name, state in cache.engine.states().items()}
+    def save(self, cache: _OpenVinoEngine, rows: int) -> dict[str, Array]:
+        return {name: state[:, :, :rows].copy() for name, state in cache.states().items()}
 
-    def restore(self, saved: dict[str, Array], rows: int, length: int, expected: int = 0) -> _OpenVinoCache:
+    def restore(self, saved: dict[str, Array], rows: int, length: int, expected: int = 0) -> _OpenVinoEngine:
         cache = self.new_cache()
-        cache.engine.set_states({name: state[:, :, :rows] for name, state in saved.items()})
+        cache.set_states({name: state[:, :, :rows] for name, state in saved.items()})
         cache.length = rows
         return cache
 

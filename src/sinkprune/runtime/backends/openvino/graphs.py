@@ -108,7 +108,11 @@ def _regions(openvino: Any, model: Any) -> list[list[Node]]:
     for layer, _ in quantised_layers(model):
         name = layer.get_name()
         if name in neighbours and not any(name in region for region in regions):
-            regions.append(_connected(name, neighbours))
+            region, new = {name}, {name}
+            while new:
+                new = set().union(*(neighbours[each] for each in new)) - region
+                region |= new
+            regions.append(region)
     return [[node for node in ordered if node.get_name() in region] for region in regions]
 
 
@@ -127,14 +131,6 @@ def _neighbours(openvino: Any, ordered: Sequence[Node]) -> dict[str, set[str]]:
     return neighbours
 
 
-def _connected(name: str, neighbours: Mapping[str, set[str]]) -> set[str]:
-    found, new = {name}, {name}
-    while new:
-        new = set().union(*(neighbours[each] for each in new)) - found
-        found |= new
-    return found
-
-
 def _works_by_rows(openvino: Any, node: Node, constant: set[str]) -> bool:
     """Return whether a repeated input row gives a repeated output row, and changes no other row."""
     kind = node.get_type_name()
@@ -142,11 +138,9 @@ def _works_by_rows(openvino: Any, node: Node, constant: set[str]) -> bool:
         return False
     if kind in _WITH_CONSTANT and node.input_value(1).get_node().get_name() not in constant:
         return False
-    return kind not in _ALONG_AXES or _is_along_features(openvino, node)
-
-
-def _is_along_features(openvino: Any, node: Node) -> bool:
-    """Return whether `node` computes along the last axis only, and keeps it."""
+    if kind not in _ALONG_AXES:
+        return True
+    # Along the last axis only, which it keeps.
     axes = _constant_value(openvino, node.input_value(1)).ravel().tolist()
     return axes == [-1] and _rank(node.output(0)) == _rank(node.input_value(0))
 
