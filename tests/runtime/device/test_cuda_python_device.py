@@ -82,7 +82,7 @@ class FakeDriver:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(cuda, "_import_driver", lambda: fake)
+    monkeypatch.setattr(cuda, "_import_driver", lambda *_: fake)
     return fake
 
 

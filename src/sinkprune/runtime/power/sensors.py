@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -51,20 +51,15 @@ class Sensor(NamedTuple):
     """Starts a generator, which waits for each reading. It raises `PowerError` after `SILENT_SECONDS` without one."""
 
 
-class PowerIntegral:
-    """Joules of a power that is read from time to time, by the trapezoidal rule."""
-
-    def __init__(self) -> None:
-        self._joules = 0.0
-        self._last: tuple[float, float] | None = None
-
-    def add(self, seconds: float, watts: float) -> float:
-        """Add a power, measured at the moment `seconds`, and return the joules since the first one."""
-        if self._last is not None:
-            last_seconds, last_watts = self._last
-            self._joules += (seconds - last_seconds) * (watts + last_watts) / 2
-        self._last = seconds, watts
-        return self._joules
+def integrated(powers: Generator[tuple[float, float]]) -> Generator[Reading]:
+    """Yield a reading for each power in watts, given with its moment, by the trapezoidal rule."""
+    joules, last_seconds, last_watts = 0.0, 0.0, None
+    with closing(powers):
+        for seconds, watts in powers:
+            if last_watts is not None:
+                joules += (seconds - last_seconds) * (watts + last_watts) / 2
+            last_seconds, last_watts = seconds, watts
+            yield Reading(seconds, joules)
 
 
 def count_steps(read: Callable[[], list[int]], ranges: list[int], name: str) -> Iterator[tuple[float, int]]:
@@ -110,7 +105,9 @@ def open_nvml(root: Path) -> Sensor:
     if gpu.query(_COUNTER, optional=True) is not None:
         return Sensor("nvml", board, gpu.readings_by_counter)
     gpu.query(_POWER)
-    return Sensor("nvml", f"{board}, by its power, which newer GPUs average over a second", gpu.readings_by_power)
+    return Sensor(
+        "nvml", f"{board}, by its power, which newer GPUs average over a second", lambda: integrated(gpu.powers())
+    )
 
 
 class _Gpu:
@@ -122,11 +119,10 @@ class _Gpu:
         for seconds, millijoules in steps:
             yield Reading(seconds, millijoules / 1e3)
 
-    def readings_by_power(self) -> Generator[Reading]:
-        integral = PowerIntegral()
+    def powers(self) -> Generator[tuple[float, float]]:
         while True:
-            milliwatts, seconds = self.query(_POWER), time.monotonic()
-            yield Reading(seconds, integral.add(seconds, milliwatts / 1e3))
+            milliwatts = self.query(_POWER)
+            yield time.monotonic(), milliwatts / 1e3
             time.sleep(PERIOD_SECONDS)
 
     def query(self, function: str, *, optional: bool = False) -> Any:
@@ -239,7 +235,7 @@ def open_tegrastats(root: Path) -> Sensor:
     if path is None:
         raise NoSensorError(f"there is no '{COMMAND}' in PATH, which boards with JetPack have.")
     rails = _find_rails(path)
-    return Sensor(COMMAND, f"{' + '.join(rails)} of this board", lambda: _readings(path, rails))
+    return Sensor(COMMAND, f"{' + '.join(rails)} of this board", lambda: integrated(_powers(path, rails)))
 
 
 def _find_rails(path: str) -> tuple[str, ...]:
@@ -260,12 +256,12 @@ def _find_rails(path: str) -> tuple[str, ...]:
     )
 
 
-def _readings(path: str, rails: tuple[str, ...]) -> Generator[Reading]:
-    """Yield a reading for each line that has all `rails`. Its moment is the arrival of the line.
+def _powers(path: str, rails: tuple[str, ...]) -> Generator[tuple[float, float]]:
+    """Yield the power of each line that has all `rails`, after the moment at which the line arrived.
 
     The line's own time stamp is ignored: it has whole seconds, and jumps when the board finds a time server.
     """
-    integral, complete = PowerIntegral(), time.monotonic()
+    complete = time.monotonic()
     with closing(_lines(path)) as lines:
         for line in lines:
             now = time.monotonic()
@@ -276,8 +272,8 @@ def _readings(path: str, rails: tuple[str, ...]) -> Generator[Reading]:
                         f"'{path}' has printed no {', no '.join(missing)} for {SILENT_SECONDS:.0f} seconds."
                     )
                 continue
-            complete, watts = now, sum(line[rail] for rail in rails) / 1e3
-            yield Reading(now, integral.add(now, watts))
+            complete = now
+            yield now, sum(line[rail] for rail in rails) / 1e3
 
 
 def _lines(path: str) -> Generator[dict[str, int]]:
@@ -373,14 +369,29 @@ _GPU_CLOCKS = tuple(f"{folder}/cur_freq" for folder in GPU_FOLDERS)
 
 
 class ConditionsLog:
-    """The conditions that `logging_conditions` has read so far."""
+    """The conditions at a block's beginning and end, and once a second in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
+        """Take the root of the system's files."""
+        self._root, self._ended = root, threading.Event()
         self._rows: list[tuple[float, dict[str, float], dict[str, float]]] = []
+        self._thread = threading.Thread(target=self._add_periodically, name="conditions", daemon=True)
 
-    def add(self, root: Path) -> None:
-        """Add the present conditions, from the system's files below `root`."""
-        self._rows.append((time.monotonic(), *read_conditions(root)))
+    def __enter__(self) -> None:
+        self._add()
+        self._thread.start()
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._add()
+
+    def _add_periodically(self) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_CONDITIONS):
+            self._add()
+
+    def _add(self) -> None:
+        self._rows.append((time.monotonic(), *read_conditions(self._root)))
 
     def report(self, start: float) -> ConditionsReport:
         """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
@@ -389,26 +400,6 @@ class ConditionsLog:
             temperatures_c=_by_name([temperatures for _, temperatures, _ in self._rows]),
             clocks_mhz=_by_name([clocks for _, _, clocks in self._rows]),
         )
-
-
-@contextmanager
-def logging_conditions(root: Path = ROOT) -> Iterator[ConditionsLog]:
-    """Yield a log of the conditions at the block's beginning and end, and once a second in between."""
-    log, ended = ConditionsLog(), threading.Event()
-
-    def add_periodically() -> None:
-        while not ended.wait(_SECONDS_BETWEEN_CONDITIONS):
-            log.add(root)
-
-    log.add(root)
-    thread = threading.Thread(target=add_periodically, name="conditions", daemon=True)
-    thread.start()
-    try:
-        yield log
-    finally:
-        ended.set()
-        thread.join()
-        log.add(root)
 
 
 def read_conditions(root: Path = ROOT) -> tuple[dict[str, float], dict[str, float]]:

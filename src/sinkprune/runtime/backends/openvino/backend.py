@@ -214,7 +214,7 @@ class OpenVinoBackend(Backend):
         self.versions = {"openvino": openvino.__version__, **self._device.versions}
 
     def load(self, model: Model) -> Engine:
-        return _OpenVinoEngine(self._compiled(model))
+        return self._compiled(model)()
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         if form != "in-place":
@@ -232,7 +232,7 @@ class OpenVinoBackend(Backend):
         with self._refusals(model), paths(model):
             self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
 
-    def _compiled(self, model: Model) -> _Compiled:
+    def _compiled(self, model: Model) -> Callable[[], _OpenVinoEngine]:
         """Compile a graph, and run it once: OpenVINO packs matrices in their first run, which takes seconds."""
         with self._refusals(model):
             read = self._reader.read(model)
@@ -244,7 +244,7 @@ class OpenVinoBackend(Backend):
                 library = self._core.compile_model(read, self._device.name, properties)
                 if model.weight_bytes:
                     library.create_infer_request().infer(_smallest_inputs(model, inputs))
-            return _Compiled(model.graph, library, inputs, outputs)
+            return lambda: _OpenVinoEngine(model.graph, library, inputs, outputs)
 
     @contextmanager
     def _refusals(self, model: Model) -> Iterator[None]:
@@ -263,38 +263,27 @@ class OpenVinoBackend(Backend):
         return joined(parts, order, shape)
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A compiled model and the graph's own names; OpenVINO may use the names of equal values instead."""
-
-    graph: str
-    library: Any
-    inputs: list[str]
-    outputs: list[str]
-
-
 class _OpenVinoEngine(Cache):
     """An inference request. That of a decoder segment holds the keys and values of one answer as its states."""
 
-    def __init__(self, compiled: _Compiled) -> None:
-        self._compiled, self._request = compiled, compiled.library.create_infer_request()
+    def __init__(self, graph: str, library: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Take the graph's own names: OpenVINO may use the names of equal values instead."""
+        self._graph, self._inputs, self._outputs = graph, inputs, outputs
+        self._request = library.create_infer_request()
         self.length = 0
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return all outputs by name, in their own memory; raises `BackendError` where openvino fails."""
-        own = {name: inputs[name] for name in self._compiled.inputs}
+        own = {name: inputs[name] for name in self._inputs}
         try:
             self._request.infer(dict(enumerate(own.values())), share_inputs=True, share_outputs=True)
         except (RuntimeError, MemoryError) as error:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in own.items())
             raise BackendError(
-                f"graph '{self._compiled.graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, "
+                f"graph '{self._graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, "
                 "end other programs; if not, export the bundle again."
             ) from error
-        return {
-            name: self._request.get_output_tensor(place).data.copy()
-            for place, name in enumerate(self._compiled.outputs)
-        }
+        return {name: self._request.get_output_tensor(place).data.copy() for place, name in enumerate(self._outputs)}
 
     def states(self) -> dict[str, Array]:
         """Return the states of the inference request by name: keys and values [1,Hkv,R,h]."""
@@ -309,15 +298,15 @@ class _OpenVinoEngine(Cache):
 class _OpenVinoDecoder(Decoder):
     """One compiled segment; every answer has its own inference request, with its caches as states."""
 
-    def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
-        self._compiled = compiled
+    def __init__(self, new_engine: Callable[[], _OpenVinoEngine], wrap: Callable[[Engine], Engine]) -> None:
+        self._new_engine = new_engine
         # One engine is wrapped for all caches. It runs the request of the cache in use, the last of these. If it held
         # this object, the model would stay in memory until Python's garbage collector runs.
         self._in_use = in_use = list[_OpenVinoEngine]()
         self._engine = wrap(lambda inputs: in_use[-1](inputs))
 
     def new_cache(self, expected: int = 0) -> _OpenVinoEngine:
-        return _OpenVinoEngine(self._compiled)
+        return self._new_engine()
 
     def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoEngine) -> dict[str, Array]:
         length = np.array([cache.length], np.int64)
