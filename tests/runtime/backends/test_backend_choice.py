@@ -99,6 +99,7 @@ def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
         ("openvino", "int3", "unknown compute 'int3'. Known: fastest, bf16, fp32"),
         ("ort-cpu", "bf16", "backend 'ort-cpu' has fastest and fp32"),
         ("ort-cpu+openvino", "bf16", "backend 'ort-cpu+openvino' has fastest and fp32"),
+        ("openvino-gpu", "bf16", "backend 'openvino-gpu' has fastest and fp32"),
         ("ort-cuda", "fp32", "backend 'ort-cuda' computes in the types of the bundle's graphs. Leave"),
     ],
 )
