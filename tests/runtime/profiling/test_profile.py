@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, Pipeline, Policy, Request, Session, Stream
+from sinkprune import Answer, Policy, Request, Session, Stream
 from sinkprune.contract.errors import BundleError, PromptError, UsageError
 from sinkprune.contract.report import ProfileReport, Row, in_order_of_rows, profile_rows
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies.profile import PolicyRounds
 from sinkprune.runtime.hooks import Observer, Rows
+from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
