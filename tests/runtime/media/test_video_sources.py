@@ -48,7 +48,7 @@ def refusal(path: Path) -> str:
 def test_a_playlist_opens_no_other_file(
     name: str, playlist: str, few_pictures: list[Image.Image], tmp_path: Path
 ) -> None:
-    write_video(tmp_path / "secret.ts", pictures)
+    write_video(tmp_path / "secret.ts", few_pictures)
     (tmp_path / name).write_bytes((CORPUS / playlist).read_bytes())
     assert "MP4, MOV, MKV" in refusal(tmp_path / name)
     if (name, playlist) != ("clip.mp4", "hls"):
@@ -65,14 +65,14 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
         VideoFile(Path("http://127.0.0.1:9/clip.mp4"))
 
 
-def test_metadata_that_is_not_utf_8_is_no_obstacle(pictures: list[Image.Image], tmp_path: Path) -> None:
+def test_metadata_that_is_not_utf_8_is_no_obstacle(few_pictures: list[Image.Image], tmp_path: Path) -> None:
     path = tmp_path / "clip.mkv"
     with av.open(str(path), "w") as container:
         container.metadata["title"] = "TITLE"
         stream = container.add_stream("mpeg4", rate=10)
         stream.metadata["artist"] = "ARTIST"
-        stream.width, stream.height = pictures[0].size
-        for picture in pictures:
+        stream.width, stream.height = few_pictures[0].size
+        for picture in few_pictures:
             container.mux(stream.encode(av.VideoFrame.from_image(picture)))
         container.mux(stream.encode(None))
     data = path.read_bytes()
@@ -87,10 +87,10 @@ def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
     refusal(path)
 
 
-def test_damaged_files_are_read_or_refused_but_never_crash(pictures: list[Image.Image], tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused_but_never_crash(few_pictures: list[Image.Image], tmp_path: Path) -> None:
     random, refused = np.random.default_rng(0), 0
     for suffix, codec in {"mp4": "libx264", "mkv": "mpeg4", "avi": "mpeg4", "ts": "mpeg4"}.items():
-        data = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec).read_bytes()
+        data = write_video(tmp_path / f"clip.{suffix}", few_pictures, codec=codec).read_bytes()
         for attempt in range(40):
             damaged = bytearray(data)
             for place in random.integers(0, len(data) if attempt % 2 else 200, size=4):
