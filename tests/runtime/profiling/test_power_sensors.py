@@ -18,7 +18,7 @@ import pytest
 from sinkprune.contract.errors import NoSensorError, PowerError
 from sinkprune.runtime.power import sensors as power_sensor
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.power.sensors import Reading, Sensor, open_sensor, parse_rails, total_rails
+from sinkprune.runtime.power.sensors import Reading, Sensor, integrated, open_sensor, parse_rails, total_rails
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 
@@ -68,6 +68,11 @@ def test_time_stamps_that_jump_and_other_lines_change_no_joules(
         report = meter.report()
     assert report.failure is None and 80 < report.period_ms < 250
     assert "power" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_joules_of_a_power_follow_the_trapezoidal_rule() -> None:
+    powers = (power for power in [(5.0, 2.0), (6.0, 4.0), (8.0, 0.0)])
+    assert [*integrated(powers)] == [(5, 0), (6, 3), (8, 7)]
 
 
 @pytest.mark.parametrize(

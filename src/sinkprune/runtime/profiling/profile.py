@@ -44,6 +44,7 @@ _RESET_PEAK = "5"
 
 
 WHOLE = "request"
+"""The name of the peaks of whole requests."""
 
 
 class PeaksOfStages(Observer):
