@@ -78,7 +78,7 @@ def test_commands_use_neither_home_nor_network(
 def test_openvino_is_imported_without_its_reports(tmp_path: Path) -> None:
     """By default openvino writes an identifier and contacts its vendor, after the first second."""
     program = (
-        "import sys; from sinkprune.runtime.backends.openvino.devices import import_openvino; "
+        "import sys; from sinkprune.runtime.backends.openvino.backend import import_openvino; "
         "library = import_openvino('x'); "
         "sys.exit(any('telemetry' in name for name in sys.modules) or not library.Core().available_devices)"
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from peer_engines.engine import NotRunError, Question, engine
 from sinkprune.export.checkpoint.folder import read_json
-from sinkprune.runtime.profiling.profile import PeakMemory
+from sinkprune.runtime.profiling.profile import WHOLE, PeaksOfStages
 
 
 def main(arguments: list[str]) -> int:
@@ -40,20 +40,20 @@ def main(arguments: list[str]) -> int:
             module.prepare(form, place)
             say(prepared=True)
             return 0
-        memory, start = PeakMemory(), time.perf_counter()
+        memory, start = PeaksOfStages(), time.perf_counter()
         with memory.watch():
             loaded = module.load(form, place, int(threads))
         say(
             load_seconds=time.perf_counter() - start,
-            load_peak_bytes=memory.bytes,
+            load_peak_bytes=memory.bytes.get(WHOLE),
             versions=dict(loaded.versions),
             decoder_bytes=loaded.decoder_bytes,
         )
         for line in sys.stdin:
-            memory = PeakMemory()
+            memory = PeaksOfStages()
             with memory.watch():
                 timing = loaded.answer(Question(**json.loads(line)))
-            say(**asdict(timing), peak_bytes=memory.bytes)
+            say(**asdict(timing), peak_bytes=memory.bytes.get(WHOLE))
     except NotRunError as error:
         say(failed=str(error))
     except Exception as error:

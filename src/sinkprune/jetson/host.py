@@ -19,7 +19,7 @@ from sinkprune.contract.checks import escaped
 from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.memory import available_bytes
 from sinkprune.jetson.boards import Boards
-from sinkprune.runtime.power.conditions import GPU_FOLDERS
+from sinkprune.runtime.power.sensors import GPU_FOLDERS
 from sinkprune.runtime.system import instructions, processor_name, usable_cores
 
 _MOST_BYTES = 32 << 20
@@ -220,9 +220,9 @@ except Exception as error:
 """
 _BY = {
     "onnxruntime": "onnxruntime.library import import_onnxruntime as load; library = load('ort-cpu')",
-    "openvino": "openvino.devices import import_openvino as load; library = load('openvino')",
-    "tensorrt": "tensorrt.backend import import_tensorrt as load; library = load('tensorrt')",
-    "tensorrt_rtx": "tensorrt.backend import import_tensorrt as load; library = load('tensorrt-rtx')",
+    "openvino": "openvino.backend import import_openvino as load; library = load('openvino')",
+    "tensorrt": "tensorrt import import_tensorrt as load; library = load('tensorrt')",
+    "tensorrt_rtx": "tensorrt import import_tensorrt as load; library = load('tensorrt-rtx')",
 }
 _PROGRAMS = {
     **{name: _IMPORT.format(f"from sinkprune.runtime.backends.{words}") for name, words in _BY.items()},

@@ -52,11 +52,6 @@ _CHOOSING = {"fma", "f16c", "sme", "sme2", "i8mm", "bf16", "asimddp", "asimdhp",
 _FAMILIES = ("avx", "amx", "sve")
 
 
-def architecture() -> str:
-    """Return the architecture of the processor, e.g. `x86_64`."""
-    return platform.machine()
-
-
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
     """Return the processor's name."""
     return _field("model name", cpuinfo) or platform.processor() or platform.machine()

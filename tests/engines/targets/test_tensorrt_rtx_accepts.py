@@ -47,8 +47,7 @@ from sinkprune.runtime.backends.small_graphs import (
     best_graph,
     not_finite_graph,
 )
-from sinkprune.runtime.frames import FrameForm
-from sinkprune.runtime.frames.graphs import bilinear_form, patch_form, square_form
+from sinkprune.runtime.frames import FrameForm, bilinear_form, patch_form, square_form
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,10 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt import backend as tensorrt
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
-from sinkprune.runtime.system import architecture, instructions
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.system import instructions
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.stand_ins.fake_device import FakeDevice
@@ -111,13 +111,8 @@ def test_plugins_are_registered_where_engines_call_them(
     loading = Loading(small, build)
     loading()
     assert asked == [loading.library]
-
-
-def test_a_plugin_with_other_kernels_is_refused(
-    small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # With other kernels
     provide_plugins(monkeypatch, {"TopRho": "e" * 64})
-    build.change(plugins={"TopRho": PLUGIN_HASH})
     Loading(small, build).refused("'TopRho'", PLUGIN_HASH, "e" * 64, "sinkprune-build")
 
 
@@ -152,7 +147,7 @@ def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
         library_version=onnxruntime.__version__,
         compute_capabilities=(),
         engines=engines,
-        flags={"provider": "CPUExecutionProvider", "machine": architecture(), "instructions": instructions()},
+        flags={"provider": "CPUExecutionProvider", "machine": platform.machine(), "instructions": instructions()},
         files=file_specs(folder),
         limits=Limits(1, 1, 1),
     )
@@ -186,19 +181,18 @@ def test_each_given_limit_holds_alone(small: Bundle, optimised: FakeBuild) -> No
         assert open_engines(optimised.folder, small).limits == limits
 
 
-def test_onnxruntime_of_another_version_is_refused(small: Bundle, optimised: FakeBuild) -> None:
-    optimised.change(library_version="1.0")
-    with pytest.raises(EnginesError, match=r"built by onnxruntime 1\.0.*--target onnxruntime --force"):
-        Pipeline.load(small.path, engines=optimised.folder)
-
-
-def test_onnxruntime_s_models_for_other_instructions_are_refused(small: Bundle, optimised: FakeBuild) -> None:
+def test_onnxruntime_s_models_for_another_version_or_processor_are_refused(
+    small: Bundle, optimised: FakeBuild
+) -> None:
     # They hold matrices as they are packed for what the processor can do.
-    optimised.change(flags={**optimised.manifest.flags, "instructions": "avx2 fma"})
-    with pytest.raises(
-        EnginesError, match=r"optimised for instructions avx2 fma, here it is .*The bundle itself runs on every one"
+    flags = {**optimised.manifest.flags, "instructions": "avx2 fma"}
+    for change, said in (
+        ({"flags": flags}, "optimised for instructions avx2 fma, here it is .*The bundle itself runs on every one"),
+        ({"library_version": "1.0"}, r"built by onnxruntime 1\.0.*--target onnxruntime --force"),
     ):
-        Pipeline.load(small.path, engines=optimised.folder)
+        optimised.change(**change)
+        with pytest.raises(EnginesError, match=said):
+            Pipeline.load(small.path, engines=optimised.folder)
 
 
 def test_sums_of_engines_are_checked_unless_left_out(small: Bundle, optimised: FakeBuild) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,27 +90,6 @@ def test_rows_given_one_by_one_are_those_given_at_once(pipe: Pipeline) -> None:
         np.testing.assert_allclose(grown.buffers[name].numpy(), buffer.numpy(), atol=1e-4)
 
 
-def test_answers_take_turns_each_with_its_own_caches(pipe: Pipeline, photo: Image.Image) -> None:
-    options = {"max_new_tokens": 20, "min_new_tokens": 20}
-    requests = [(photo, "none"), (photo.rotate(90), "retain-64"), (photo.resize((50, 90)), "retain-64+compact")]
-    alone = [pipe.generate(image, QUESTION, budget=budget, **options) for image, budget in requests]
-    streams = [pipe.stream(image, QUESTION, budget=budget, **options) for image, budget in requests]
-    answers: dict[int, Answer] = {}
-    while len(answers) < len(streams):
-        for number, stream in enumerate(streams):
-            ended(stream, number, answers)
-    assert [answers[number].token_ids for number in range(3)] == [answer.token_ids for answer in alone]
-
-
-def ended(stream: Iterator[str], number: int, answers: dict[int, Answer]) -> None:
-    """Ask for one more piece."""
-    try:
-        next(stream)
-    except StopIteration as done:
-        if done.value is not None:
-            answers[number] = done.value
-
-
 def test_requests_take_turns_in_the_same_memory(pipe: Pipeline, photo: Image.Image) -> None:
     """However long they are: what a long one left behind serves a short one, and no other answer shows it."""
 
@@ -139,14 +118,6 @@ def test_requests_take_turns_in_the_same_memory(pipe: Pipeline, photo: Image.Ima
             assert observer.seen <= held
             del observer
     assert len(held) <= 3 * len(pipe.chain.segments)
-
-
-def test_what_a_longer_answer_left_behind_changes_nothing(pipe: Pipeline, photo: Image.Image) -> None:
-    _, first = ask(pipe, photo, "retain-64", 5)
-    for image in (photo.rotate(180), photo):
-        ask(pipe, image, "none", 90)
-    _, second = ask(pipe, photo, "retain-64", 5)
-    np.testing.assert_array_equal(first, second)
 
 
 def test_what_is_not_finite_in_one_answer_is_so_in_no_other(pipe: Pipeline, photo: Image.Image) -> None:

@@ -82,29 +82,26 @@ class FakeDriver:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(cuda, "_import_driver", lambda: fake)
+    monkeypatch.setattr(cuda, "_import_driver", lambda *_: fake)
     return fake
 
 
-def test_without_a_driver_there_is_one_sentence() -> None:
+def test_without_a_driver_or_a_gpu_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match=r"no NVIDIA driver is installed here: .* run on ort-cpu"):
         CudaPythonDevice()
-
-
-def test_without_a_gpu_there_is_one_sentence(fake: FakeDriver) -> None:
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda, "_import_driver", lambda *_: fake)
     fake.statuses["cuInit"] = driver.CUresult.CUDA_ERROR_NO_DEVICE
     with pytest.raises(BackendError, match=r"it broke \(CUDA_ERROR_NO_DEVICE\).* run on ort-cpu"):
         CudaPythonDevice()
 
 
-def test_facts_of_the_device(fake: FakeDriver) -> None:
+def test_facts_of_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaPythonDevice()
     assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, True)
     assert device.memory() == (3_000_000, 8_000_000)
     assert fake.arguments("cuStreamCreate") == [(driver.CUstream_flags.CU_STREAM_NON_BLOCKING,)]
-
-
-def test_a_board_counts_what_the_system_can_reclaim(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A board counts what the system can reclaim.
     fake.attributes["INTEGRATED"] = 1
     for available, free in ((7_000_000, 7_000_000), (1_000_000, 3_000_000)):
         monkeypatch.setattr(cuda, "available_bytes", lambda available=available: available)

@@ -47,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.mem_alloc.return_value = MagicMock(spec=["__int__", "free"], __int__=lambda _: 4096)
     fake.pagelocked_empty.side_effect = np.empty
     fake.Memcpy2D.return_value = Mock(spec=["set_src_device", "set_dst_device"])
-    monkeypatch.setattr(cuda, "_import_pycuda", lambda: fake)
+    monkeypatch.setattr(cuda, "_import_driver", lambda *_: fake)
     return fake
 
 
@@ -66,34 +66,22 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.reached = True
 
-    def time_since(self, start: FakeEvent) -> float:
-        assert self.reached
-        return 1.5
-
 
 def test_without_pycuda_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)
-    with pytest.raises(
-        BackendError, match=r"^pycuda cannot be imported \(.*\)\. Install cuda-python, or pycuda again"
-    ):
+    with pytest.raises(BackendError, match=r"^pycuda cannot be imported \(.*\)\. Install cuda-python with: pip"):
         PycudaDevice()
 
 
-def test_facts_of_the_device(fake: Any) -> None:
+def test_facts_of_the_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = PycudaDevice()
     assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, False)
     fake.Device.return_value.retain_primary_context.return_value.push.assert_called_once_with()
-    with pytest.raises(RuntimeError, match="needs has_graphs"):
-        device.begin_capture()
-
-
-@pytest.mark.parametrize(("integrated", "free"), [(0, 3_000_000), (1, 5_000_000)])
-def test_a_board_counts_what_the_system_can_reclaim(
-    fake: Any, monkeypatch: pytest.MonkeyPatch, integrated: int, free: int
-) -> None:
-    fake.Device.return_value.get_attribute.side_effect = {"integrated": integrated}.__getitem__
+    # A board counts what the system can reclaim.
     monkeypatch.setattr(cuda, "available_bytes", lambda: 5_000_000)
-    assert PycudaDevice().memory() == (free, 8_000_000)
+    for integrated, free in ((0, 3_000_000), (1, 5_000_000)):
+        fake.Device.return_value.get_attribute.side_effect = {"integrated": integrated}.__getitem__
+        assert PycudaDevice().memory() == (free, 8_000_000)
 
 
 def test_memory_is_allocated_and_freed(fake: Any) -> None:
@@ -121,23 +109,3 @@ def test_copies_in_pass_through_pinned_memory_that_lives_until_its_copy_is_done(
     assert len(device._staging) == 2
     device.copy_in(4096, np.empty((0, 4), np.float32))
     assert fake.memcpy_htod_async.call_count == 4
-
-
-def test_copies_and_zeros_on_the_device(fake: Any) -> None:
-    device, stream = PycudaDevice(), fake.Stream.return_value
-    device.copy(4096, 8192, 5)
-    fake.memcpy_dtod_async.assert_called_once_with(4096, 8192, 5, stream)
-    device.copy_lines(4096, 640, 8192, 64, 32, 4)
-    lines = fake.Memcpy2D.return_value
-    lines.set_dst_device.assert_called_once_with(4096)
-    lines.set_src_device.assert_called_once_with(8192)
-    assert (lines.dst_pitch, lines.src_pitch, lines.width_in_bytes, lines.height) == (640, 64, 32, 4)
-    lines.assert_called_once_with(stream)
-    device.zero_lines(4096, 640, 32, 4)
-    fake.memset_d2d8_async.assert_called_once_with(4096, 640, 0, 32, 4, stream)
-
-
-def test_events_measure_milliseconds(fake: Any) -> None:
-    device = PycudaDevice()
-    start, end = device.record_event(), device.record_event()
-    assert device.elapsed_ms(start, end) == 1.5

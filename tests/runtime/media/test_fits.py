@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 
-from sinkprune import PartlySeenWarning, Pipeline
+from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
@@ -118,17 +117,3 @@ def test_families_that_see_the_whole_picture_refuse_a_fit(fit: Fit, name: str, b
     with pytest.raises(UsageError, match=r"whole picture already\. Leave out fit"):
         Pipeline.load(root, fit=fit)
     assert share(load_family(read_bundle(root).manifest), (90, 40)) == 1
-
-
-def test_a_picture_that_is_seen_in_part_causes_a_warning(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
-    # Of a size of its own: other tests have used the pipeline, and each size causes a warning once.
-    photo = photo.resize((606, 404))
-    with pytest.warns(PartlySeenWarning, match=r"the model sees 67 % of the picture \(the middle 404x404") as caught:
-        pipe.generate(photo, "What?", max_new_tokens=1)
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)

@@ -1,19 +1,26 @@
-"""Image files of strangers: only the formats we name, within stated limits; all else is an `ImageError`."""
+"""Pictures of strangers, in files and in memory: only the formats we name, within stated limits; all else is an
+`ImageError`.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import FORMATS, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
 from support.programs.repository import ROOT
 from support.programs.slow_cases import slow
@@ -48,7 +55,7 @@ def test_an_eps_named_jpg_starts_no_ghostscript(tmp_path: Path, monkeypatch: pyt
     program = named(tmp_path, f"#!/bin/sh\necho called >> '{trace}'\n".encode(), "gs")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(ImageError, match=r"photo\.jpg' is not an image of a known format"):
+    with pytest.raises(ImageError, match=r"photo\.jpg': the image has no known format"):
         read_image(named(tmp_path, EPS))
     assert not trace.exists()
     with pytest.raises(OSError), Image.open(tmp_path / "photo.jpg") as opened:
@@ -62,7 +69,7 @@ def test_other_formats_are_refused_whole(kind: str, tmp_path: Path, photo: Image
         data = encoded(photo.resize((16, 16)), kind)
     except (KeyError, OSError):
         pytest.skip(f"this Pillow writes no {kind}")
-    with pytest.raises(ImageError, match="is not an image of a known format"):
+    with pytest.raises(ImageError, match="the image has no known format"):
         read_image(named(tmp_path, data))
 
 
@@ -155,15 +162,13 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     assert int(done.stdout) < 1e9
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_greyscale_of_16_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
+def test_greyscale_of_16_bits_is_scaled_by_its_range(tmp_path: Path) -> None:
+    """Also in more than one strip."""
     depths = np.linspace(0, 65535, 1201 * 1003).astype(np.uint16).reshape(1201, 1003)
-    path = named(tmp_path, encoded(Image.fromarray(depths), kind))
-    expected = np.rint(depths / 257).astype(np.uint8)
-    grey = np.asarray(read_image(path))
-    assert (grey == expected[..., None]).all()
+    path = named(tmp_path, encoded(Image.fromarray(depths), "PPM"))
     with Image.open(path) as opened:
-        assert np.array_equal(np.asarray(to_rgb(opened)), grey)
+        for found in (read_image(path), to_rgb(opened)):
+            assert (np.asarray(found) == np.rint(depths / 257).astype(np.uint8)[..., None]).all()
 
 
 def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_path: Path) -> None:
@@ -182,3 +187,94 @@ def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path
         read_image(named(tmp_path, encoded(picture, "TIFF")))
     with pytest.raises(ImageError, match=message):
         to_rgb(picture)
+
+
+def refusal(path: Path) -> str:
+    """Return the message about a file that cannot be read; it must have the file's name and what to do."""
+    with pytest.raises(ImageError) as caught:
+        read_image(path)
+    message = str(caught.value)
+    assert f"'{path}'" in message
+    assert message.rstrip(".").split(". ")[-1].split()[0] in ("Give", "Scale", "Crop")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"", "the image has 0 bytes"),
+        (b"this is no photo\n", r"no known format.*17 bytes"),
+    ],
+)
+def test_what_is_no_picture_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "photo.jpg").write_bytes(content)
+    assert re.search(message, refusal(tmp_path / "photo.jpg"))
+    assert "is a folder" in refusal(tmp_path)
+
+
+def test_damaged_files_are_read_or_refused_but_never_crash(photo: Image.Image, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    small = photo.resize((64, 48))
+    refused = 0
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
+        data = encoded(small, kind)
+        for attempt in range(60):
+            damaged = bytearray(data)
+            reach = len(damaged) if attempt % 2 else min(200, len(damaged))
+            for place in random.integers(0, reach, size=3):
+                damaged[place] = random.integers(0, 256)
+            if attempt % 3 == 0:
+                damaged = damaged[: random.integers(1, len(damaged))]
+            path = tmp_path / "damaged"
+            path.write_bytes(damaged)
+            try:
+                assert read_image(path).mode == "RGB"
+            except ImageError as error:
+                refused += 1
+                assert str(path) in str(error)
+    assert 60 < refused < 300
+    data = encoded(photo, "JPEG")
+    with Image.open(io.BytesIO(data[: len(data) // 2])) as lazy, pytest.raises(ImageError, match="truncated"):
+        to_rgb(lazy)
+
+
+def test_threads_that_read_files_leave_the_warnings_of_a_program(photo_file: Path) -> None:
+    before = [*warnings.filters]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert {image.size for image in pool.map(read_image, [photo_file] * 8)} == {(600, 400)}
+    assert warnings.filters == before
+    with pytest.warns(UserWarning, match="my own"), images._PILLOW_WARNINGS:
+        warnings.warn("my own", stacklevel=1)
+
+
+def test_pillow_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    # A palette whose transparency is bytes: Pillow warns when it is converted.
+    picture = Image.new("P", (2, 2))
+    picture.putpalette([1, 2, 3] * 256)
+    picture.save(tmp_path / "palette.png", transparency=bytes(256))
+    assert read_image(tmp_path / "palette.png").size == (2, 2)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *(((4, 4, 3), dtype) for dtype in (np.float32, np.uint16, np.int8, np.bool_)),
+        *((shape, np.uint8) for shape in ((4, 4), (4, 4, 1), (4, 4, 4), (3, 4, 4), (1, 4, 4, 3))),
+        ((), np.uint8),
+    ],
+    ids=str,
+)
+def test_an_array_of_another_kind_is_refused_with_what_was_found(shape: tuple[int, ...], dtype: Any) -> None:
+    with pytest.raises(ImageError) as caught:
+        to_rgb(np.zeros(shape, dtype))
+    assert f"{np.dtype(dtype)}{list(shape)}, expected uint8 [height,width,3]" in str(caught.value)
+
+
+def test_an_array_with_a_mask_is_refused() -> None:
+    with pytest.raises(ImageError, match="an array with a mask"):
+        to_rgb(np.ma.masked_equal(np.zeros((4, 4, 3), np.uint8), 0))
+    assert to_rgb(np.ma.masked_equal(np.zeros((4, 4, 3), np.uint8), 1)).size == (4, 4)

@@ -1,11 +1,14 @@
-"""Video files of strangers: no other file is opened for them, and none is longer or larger than is stated."""
+"""Video files of strangers: whole ones are read, cut and damaged ones refused, and no other file is opened."""
 
 from __future__ import annotations
 
+import io
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +17,12 @@ from PIL import Image
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.families.qwen_processor import sample_frames
 from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip
+from sinkprune.runtime.media.frame import ClipSize
 from sinkprune.runtime.media.video_file import MOST_FRAME_PIXELS, VideoFile
 from support.models.clips import LIMITS, frames
-from support.models.video_files import write_video
+from support.models.video_files import trimmed, write_video
 from support.programs.repository import ROOT
+from support.programs.slow_cases import every
 
 av = pytest.importorskip("av")
 
@@ -25,7 +30,7 @@ CORPUS = ROOT / "tests" / "fuzz" / "corpus" / "videos"
 
 
 @pytest.fixture
-def pictures(photo: Image.Image) -> list[Image.Image]:
+def few_pictures(photo: Image.Image) -> list[Image.Image]:
     """A camera that moves to the right."""
     return frames(6, (64, 48), photo)
 
@@ -41,9 +46,9 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize(("name", "playlist"), [("clip.m3u8", "hls"), ("clip.mp4", "ffconcat"), ("clip.mp4", "hls")])
 def test_a_playlist_opens_no_other_file(
-    name: str, playlist: str, pictures: list[Image.Image], tmp_path: Path
+    name: str, playlist: str, few_pictures: list[Image.Image], tmp_path: Path
 ) -> None:
-    write_video(tmp_path / "secret.ts", pictures)
+    write_video(tmp_path / "secret.ts", few_pictures)
     (tmp_path / name).write_bytes((CORPUS / playlist).read_bytes())
     assert "MP4, MOV, MKV" in refusal(tmp_path / name)
     if (name, playlist) != ("clip.mp4", "hls"):
@@ -60,14 +65,14 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
         VideoFile(Path("http://127.0.0.1:9/clip.mp4"))
 
 
-def test_metadata_that_is_not_utf_8_is_no_obstacle(pictures: list[Image.Image], tmp_path: Path) -> None:
+def test_metadata_that_is_not_utf_8_is_no_obstacle(few_pictures: list[Image.Image], tmp_path: Path) -> None:
     path = tmp_path / "clip.mkv"
     with av.open(str(path), "w") as container:
         container.metadata["title"] = "TITLE"
         stream = container.add_stream("mpeg4", rate=10)
         stream.metadata["artist"] = "ARTIST"
-        stream.width, stream.height = pictures[0].size
-        for picture in pictures:
+        stream.width, stream.height = few_pictures[0].size
+        for picture in few_pictures:
             container.mux(stream.encode(av.VideoFrame.from_image(picture)))
         container.mux(stream.encode(None))
     data = path.read_bytes()
@@ -82,10 +87,10 @@ def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
     refusal(path)
 
 
-def test_damaged_files_are_read_or_refused_but_never_crash(pictures: list[Image.Image], tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused_but_never_crash(few_pictures: list[Image.Image], tmp_path: Path) -> None:
     random, refused = np.random.default_rng(0), 0
     for suffix, codec in {"mp4": "libx264", "mkv": "mpeg4", "avi": "mpeg4", "ts": "mpeg4"}.items():
-        data = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec).read_bytes()
+        data = write_video(tmp_path / f"clip.{suffix}", few_pictures, codec=codec).read_bytes()
         for attempt in range(40):
             damaged = bytearray(data)
             for place in random.integers(0, len(data) if attempt % 2 else 200, size=4):
@@ -143,3 +148,162 @@ print(peak() - before)
     command = [sys.executable, "-c", script, tmp_path / "large.mkv"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1e9
+
+
+SIZE, COUNT = (160, 112), 30
+KINDS = {
+    "mp4": "libx264",
+    "mov": "mpeg4",
+    "mkv": "libx264",
+    "webm": "libvpx-vp9",
+    "avi": "mpeg4",
+    "ts": "libx264",
+}
+FAST_START = {"movflags": "faststart"}
+"""The header of an MP4 stands in front, and is there when the end is not."""
+CUT = [
+    *[(suffix, codec, {}) for suffix, codec in KINDS.items() if suffix != "ts"],
+    ("mp4", "libx264", FAST_START),
+    ("mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+    ("mkv", "mpeg4", {}),
+    ("mkv", "libx265", {}),
+    ("mkv", "libsvtav1", {}),
+    ("webm", "libvpx", {}),
+    ("avi", "mjpeg", {}),
+]
+
+
+@pytest.fixture
+def pictures(photo: Image.Image) -> list[Image.Image]:
+    """A camera that moves to the right."""
+    return frames(COUNT, SIZE, photo)
+
+
+def read(path: Path) -> list[Image.Image]:
+    """All frames, as a request for them would read them."""
+    video = VideoFile(path)
+    return video.read(range(video.count))
+
+
+def test_a_file_gives_the_frames_that_were_written(pictures: list[Image.Image], tmp_path: Path) -> None:
+    video = VideoFile(write_video(tmp_path / "clip.mp4", pictures[:20]))
+    assert (video.count, video.fps) == (20, 10.0)
+    taken = sample_frames(video, LIMITS, 2)
+    assert taken.size == ClipSize(160, 112, 4, 2.0)
+    for frame, index in zip(taken.frames, (0, 5, 10, 15), strict=True):
+        written, neighbour = (np.asarray(pictures[i], float) for i in (index, index + 2))
+        found = np.asarray(frame, float)
+        assert np.abs(found - written).mean() < 6
+        assert np.abs(found - written).mean() < np.abs(found - neighbour).mean()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "options"),
+    [
+        *((suffix, codec, {"flags": flags}) for suffix, codec, flags in [*CUT, ("ts", "libx264", {})]),
+        # Frames of different lengths, and sound after the last frame
+        *((kind, KINDS[kind], {"lengths": (1, 7, 2, 25)}) for kind in KINDS if kind != "mov"),
+        *((kind, KINDS[kind], {"audio_seconds": 6.0}) for kind in KINDS if kind != "mov"),
+    ],
+)
+def test_whole_files_are_read(
+    suffix: str, codec: str, options: dict[str, Any], pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    assert len(read(write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec, **options))) == COUNT
+
+
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+@pytest.mark.parametrize(("start", "seconds", "left"), [(0.7, 1, 10), (0, 1, 10), (0.7, 2.3, 23)])
+def test_a_trim_shows_the_frames_of_its_edit_list(
+    codec: str, start: float, seconds: float, left: int, pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / "clip.mp4", pictures, codec=codec, flags=FAST_START)
+    found = read(trimmed(path, start, seconds))
+    assert len(found) == left
+    first = np.asarray(pictures[round(start * 10)], float)
+    assert np.abs(np.asarray(found[0], float) - first).mean() < 8
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 4])
+    with pytest.raises(VideoError, match=r"clip\.mp4' is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize(("suffix", "codec", "flags"), CUT)
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.9])
+def test_a_file_without_its_end_is_refused_and_not_used_as_far_as_it_goes(
+    share: float, suffix: str, codec: str, flags: dict[str, str], pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec, flags=flags)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "flags"),
+    every(2, (kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] != "libx265")),
+)
+def test_a_file_with_a_stretch_of_zeros_is_refused(
+    suffix: str, codec: str, flags: dict[str, str], photo: Image.Image, tmp_path: Path
+) -> None:
+    """Long enough to hide where a frame begins: a codec may make something of any bytes within one."""
+    noise = np.random.default_rng(0).integers(0, 256, (COUNT, *SIZE[::-1], 3), dtype=np.uint8)
+    pictures = frames(COUNT, SIZE, photo)
+    noisy = [Image.blend(*pair, 0.4) for pair in zip(pictures, map(Image.fromarray, noise), strict=True)]
+    path = write_video(tmp_path / f"clip.{suffix}", noisy, codec=codec, flags=flags)
+    whole = path.read_bytes()
+    start, length = len(whole) // 2, len(whole) // 5
+    path.write_bytes(whole[:start] + bytes(length) + whole[start + length :])
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no video at all" * 100])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_files_that_are_no_videos(suffix: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / f"clip.{suffix}").write_bytes(content)
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken or no video: .*[a-z]\. Give") as caught:
+        VideoFile(tmp_path / f"clip.{suffix}")
+    assert "Errno" not in str(caught.value)
+    with pytest.raises(VideoError, match="no such file"):
+        VideoFile(tmp_path / "none.mp4")
+
+
+def test_a_file_without_frames_and_one_of_sound_alone(pictures: list[Image.Image], tmp_path: Path) -> None:
+    for name in ("empty.mkv", "empty.avi"):
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.width, stream.height = SIZE
+            container.start_encoding()
+        with pytest.raises(VideoError, match=rf"{name}'") as caught:
+            VideoFile(tmp_path / name)
+        assert "Errno" not in str(caught.value)
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=48000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 48000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(VideoError, match=r"sound\.mp4' has no video"):
+        VideoFile(tmp_path / "sound.mp4")
+
+
+def test_a_cover_in_front_of_the_tracks_is_no_frame(pictures: list[Image.Image], tmp_path: Path) -> None:
+    path = write_video(tmp_path / "cover.mp4", pictures, codec="libx264")
+    plain = read(path)
+
+    def box(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", 8 + len(content)) + name + content
+
+    image = io.BytesIO()
+    pictures[0].save(image, "JPEG")
+    cover = box(b"covr", box(b"data", struct.pack(">II", 13, 0) + image.getvalue()))
+    handler = box(b"hdlr", bytes(8) + b"mdir" + bytes(13))
+    facts = box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", cover)))
+    data = path.read_bytes()
+    start, tracks = data.index(b"moov") - 4, data.index(b"trak") - 4
+    path.write_bytes(data[:start] + box(b"moov", data[start + 8 : tracks] + facts + data[tracks:]))
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].codec_context.name == "mjpeg"
+    assert read(path) == plain

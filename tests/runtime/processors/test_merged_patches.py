@@ -26,11 +26,6 @@ def test_openvino_answers_as_onnxruntime_with_every_merge(merge: int, photo: Ima
     assert ours.bundle.manifest.vision.patches_per_token == merge**2
     for budget in ("none", "prune-66.7"):
         assert_equal(ours, theirs, photo, budget=budget)
-
-
-def test_engines_of_openvino_load_every_merge(photo: Image.Image, tmp_path: Path) -> None:
-    checkpoint = make_qwen_checkpoint(tmp_path / "checkpoint", QwenShape(depth=2, merge_size=3, most_tokens=30))
-    export_bundle(ExportRequest(str(checkpoint), budgets=("prune-66.7",)), tmp_path / "bundle")
-    run("sinkprune-build", tmp_path / "bundle", "-o", tmp_path / "engines", "--target", "openvino")
-    ours = Pipeline.load(tmp_path / "engines", compute="fp32")
-    assert_equal(ours, Pipeline.load(tmp_path / "bundle"), photo, budget="prune-66.7")
+    if merge == 3:
+        run("sinkprune-build", tmp_path / "bundle", "-o", tmp_path / "engines", "--target", "openvino")
+        assert_equal(Pipeline.load(tmp_path / "engines", compute="fp32"), theirs, photo, budget="prune-66.7")

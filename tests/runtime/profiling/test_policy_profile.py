@@ -150,19 +150,15 @@ def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
     bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
     own, other = bundle("pi0", budgets=BUDGETS, max_images=2), bundle("gqa-112")
-    asked = ("--image", photo_file, "--prompt", "go")
-    said = "robot policy (family 'pi0')", "Leave it out, and give --camera and --state."
-    assert_refused(run("sinkprune-profile", own, *asked), *said)
-    cameras = ("--camera", photo_file)
-    assert_refused(run("sinkprune-profile", other, *cameras, *GO), "--camera and --state are for robot policies")
-    said = "--camera is for robot policies", "Leave it out, and give --image."
-    assert_refused(run("sinkprune-profile", other, *cameras, "--prompt", "go"), *said)
-    assert_refused(run("sinkprune-profile", own, *cameras, *cameras, "--instruction", "go"), "no state was given")
-    assert_refused(
-        run("sinkprune-profile", other, *asked, "--steps", "3"), "--steps is for robot policies", "Leave it out.\n"
-    )
-    for number in range(2):
-        photo = tmp_path / f"{number}.jpg"
-        photo.write_bytes(photo_file.read_bytes())
-    folders = ("--camera", tmp_path, "--camera", "none")
-    assert_refused(run("sinkprune-profile", own, *folders, *GO), "found 2 moments, expected one")
+    asked, cameras = ("--image", photo_file, "--prompt", "go"), ("--camera", photo_file)
+    (tmp_path / "0.jpg").write_bytes(photo_file.read_bytes())
+    (tmp_path / "1.jpg").write_bytes(photo_file.read_bytes())
+    for words, said in (
+        ((own, *asked), ["robot policy (family 'pi0')", "Leave it out, and give --camera and --state."]),
+        ((other, *cameras, *GO), ["--camera and --state are for robot policies"]),
+        ((other, *cameras, "--prompt", "go"), ["--camera is for robot policies", "and give --image."]),
+        ((own, *cameras, *cameras, "--instruction", "go"), ["no state was given"]),
+        ((other, *asked, "--steps", "3"), ["--steps is for robot policies", "Leave it out.\n"]),
+        ((own, "--camera", tmp_path, "--camera", "none", *GO), ["found 2 moments, expected one"]),
+    ):
+        assert_refused(run("sinkprune-profile", *words), *said)

@@ -18,7 +18,7 @@ import pytest
 from sinkprune.contract.errors import NoSensorError, PowerError
 from sinkprune.runtime.power import sensors as power_sensor
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.power.sensors import Reading, Sensor, open_sensor, parse_rails, total_rails
+from sinkprune.runtime.power.sensors import Reading, Sensor, integrated, open_sensor, parse_rails, total_rails
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 
@@ -68,6 +68,11 @@ def test_time_stamps_that_jump_and_other_lines_change_no_joules(
         report = meter.report()
     assert report.failure is None and 80 < report.period_ms < 250
     assert "power" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_joules_of_a_power_follow_the_trapezoidal_rule() -> None:
+    powers = (power for power in [(5.0, 2.0), (6.0, 4.0), (8.0, 0.0)])
+    assert [*integrated(powers)] == [(5, 0), (6, 3), (8, 7)]
 
 
 @pytest.mark.parametrize(
@@ -221,36 +226,25 @@ def test_the_error_without_a_sensor_names_all_that_were_tried(
 
 
 @pytest.mark.parametrize(
-    ("line", "rails", "total"),
+    ("line", "total"),
     [
-        (boards.ORIN_NANO, {"VDD_IN": 4761, "VDD_CPU_GPU_CV": 515, "VDD_SOC": 1428}, 4761),
-        (boards.ORIN_NX_7_2, {"VDD_IN": 7280}, 7280),
-        (
-            boards.AGX_ORIN,
-            {"VDD_GPU_SOC": 3150, "VDD_CPU_CV": 14312, "VIN_SYS_5V0": 4968, "VDDQ_VDD2_1V8AO": 1091},
-            3150 + 14312 + 4968,
-        ),
-        (
-            boards.AGX_ORIN_7_2,
-            {"VDD_GPU_SOC": 3034, "VDD_CPU_CV": 1137, "VIN_SYS_5V0": 4939},
-            3034 + 1137 + 4939,
-        ),
-        (
-            boards.THOR,
-            {"VDD_GPU": 3561, "VDD_CPU_SOC_MSS": 7910, "VIN_SYS_5V0": 7620, "VIN": 26686},
-            26686,
-        ),
-        (boards.THOR.replace(" VIN 26686mW/26686mW", ""), None, 3561 + 7910 + 7620),
-        (boards.TX2, {"VDD_SYS_GPU": 182, "VDD_4V0_WIFI": 0, "VDD_IN": 5297, "VDD_SYS_DDR": 1241}, 5297),
-        (boards.XAVIER, {"GPU": 0, "CPU": 311, "SOC": 932, "VDDRQ": 621, "SYS5V": 1482}, None),
-        (boards.AGX_ORIN.replace("VDD_CPU_CV 14312mW", "VDD_CPU_CV mW"), None, None),
+        (boards.ORIN_NANO, 4761),
+        (boards.ORIN_NX_7_2, 7280),
+        (boards.AGX_ORIN, 3150 + 14312 + 4968),
+        (boards.AGX_ORIN_7_2, 3034 + 1137 + 4939),
+        (boards.THOR, 26686),
+        (boards.THOR.replace(" VIN 26686mW/26686mW", ""), 3561 + 7910 + 7620),
+        (boards.TX2, 5297),
+        (boards.XAVIER, None),
+        (boards.AGX_ORIN.replace("VDD_CPU_CV 14312mW", "VDD_CPU_CV mW"), None),
         # Cut off where the command ended: this is not 9 mW.
-        ("RAM 1/2MB (lfb 1x4MB) VDD_IN 9", {}, None),
-        ("", {}, None),
+        ("RAM 1/2MB (lfb 1x4MB) VDD_IN 9", None),
+        ("", None),
     ],
 )
-def test_rails_and_their_total(line: str, rails: dict[str, int] | None, total: int | None) -> None:
-    found = parse_rails(line)
-    assert rails is None or found == rails
-    assert sum(found[name] for name in total_rails(found)) == (total or 0)
-    assert bool(total_rails(found)) == (total is not None)
+def test_the_total_of_rails(line: str, total: int | None) -> None:
+    rails = parse_rails(line)
+    assert sum(rails[name] for name in total_rails(rails)) == (total or 0)
+    assert bool(total_rails(rails)) == (total is not None)
+    if line == boards.XAVIER:
+        assert rails == {"GPU": 0, "CPU": 311, "SOC": 932, "VDDRQ": 621, "SYS5V": 1482}

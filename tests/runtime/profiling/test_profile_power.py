@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.commands.profile_options import wanted_sensor
-from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
+from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.power.sensors import Reading, Sensor
-from sinkprune.runtime.profiling.profile import ProfileRounds
 from support.programs.commands import run, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards
-from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
+from support.stand_ins.power_stand_ins import install_tegrastats
 
 ASK = ("--prompt", "What is this?", "--new-tokens", 3)
 
@@ -51,24 +49,6 @@ def test_joules_are_told_for_every_budget(
     assert "J an answer, 22.43 W meanwhile" in outcome.stdout and "22.43 W when idle subtracted" in outcome.stdout
     with Image.open(plot) as drawn:
         assert drawn.width > 800
-
-
-def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    power = SteadyPower(watts=11)
-    with measuring(power.sensor, 0.5) as meter:
-        power.set_to(watts=33)
-        # Waits for a reading: between two, energy is interpolated.
-        meter.wait_for_reading()
-        rounds = ProfileRounds(
-            pipeline("mha-336"), photo, "What?", ["none"], method="sinkpruner", new_tokens=24, meter=meter
-        )
-        rounds.measure(3, 1, lambda _: None)
-        report = rounds.report()
-    energy = report.budgets["none"].energy
-    assert energy is not None and report.power is not None
-    assert report.power.idle_watts == pytest.approx(11)
-    assert energy.watts == pytest.approx(33)
-    assert energy.joules / energy.joules_with_idle == pytest.approx(22 / 33)
 
 
 READINGS = [Reading(0.05 * number, 0.4 * number + 0.01 * number**2) for number in range(80)]

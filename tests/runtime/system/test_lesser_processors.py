@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.backends.openvino.devices import import_openvino
+from sinkprune.runtime.backends.openvino.backend import import_openvino
 from support.references.same_answers import asked, kept_sets
 from support.stand_ins.processor_features import instructions
 

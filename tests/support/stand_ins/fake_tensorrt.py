@@ -25,7 +25,7 @@ from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.build import small_jobs
 from sinkprune.engines.profiles import SmallGraphs, optimisation_profiles
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from support.stand_ins.fake_device import FakeDevice
 
 Array = np.ndarray[Any, Any]

@@ -9,6 +9,7 @@ not document the form, and its kernels read other bytes, without an error, where
 from __future__ import annotations
 
 import mmap
+import platform
 import re
 from pathlib import Path
 from typing import BinaryIO
@@ -22,9 +23,8 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
-from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO
-from sinkprune.runtime.backends.openvino.devices import import_openvino
-from sinkprune.runtime.system import architecture, instructions, trim_heap, usable_cores
+from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO, import_openvino
+from sinkprune.runtime.system import instructions, trim_heap, usable_cores
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -56,7 +56,7 @@ class OnnxRuntimeBuilder(Builder):
         self.flags = {
             "provider": _PROVIDER,
             "graph_optimization_level": "ORT_ENABLE_ALL",
-            "machine": architecture(),
+            "machine": platform.machine(),
             "instructions": instructions(),
         }
 

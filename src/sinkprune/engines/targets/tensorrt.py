@@ -22,7 +22,7 @@ from sinkprune.engines.plugins import plugin_v3 as registry
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import COPIES, Builder, BuildJob, BuildMemory, EngineFacts, system_memory
 from sinkprune.runtime.backends.kv_cache import cache_names
-from sinkprune.runtime.backends.tensorrt.backend import fixed_room, import_tensorrt, new_error_log
+from sinkprune.runtime.backends.tensorrt import fixed_room, import_tensorrt, new_error_log
 from sinkprune.runtime.device.cuda import open_device
 
 

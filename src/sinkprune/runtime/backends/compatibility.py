@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.system import architecture, instructions
+from sinkprune.runtime.system import instructions
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class BuiltEngines:
         unlimited = Limits(MOST_TOKENS, MOST_TOKENS, self.bundle.manifest.max_images)
         return replace(unlimited, **enforced) if enforced else None
 
-    def check_bundle(self) -> None:
-        """Reject engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
+    def checked(self) -> BuiltEngines:
+        """Return these engines; raises `EnginesError` for another checkpoint or bundle, or some graphs only."""
         manifest, bundle = self.engines.manifest, self.bundle
         compared = {
             "checkpoint": (manifest.checkpoint_sha256, bundle.manifest.checkpoint.config_sha256),
@@ -61,6 +62,7 @@ class BuiltEngines:
         missing = [graph for graph in bundle.manifest.graphs if graph not in manifest.engines]
         if missing:
             raise self._refusal(f"built without the graph '{missing[0]}' of the bundle.")
+        return self
 
     def own(self, name: str) -> EngineSpec:
         """Return the engine of a graph that the runtime writes itself; raises `EnginesError` if it is missing."""
@@ -92,7 +94,7 @@ class BuiltEngines:
         Their matrices are packed for the instructions of one processor. Raises `EnginesError`.
         """
         flags = self.engines.manifest.flags
-        here = {"provider": provider, "machine": architecture(), "instructions": instructions()}
+        here = {"provider": provider, "machine": platform.machine(), "instructions": instructions()}
         for what, found in here.items():
             built = flags.get(what)
             if built != found:
@@ -163,7 +165,7 @@ def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = AN
         )
     if bundle.engines is not None:
         raise UsageError(f"'{bundle.path}' holds engines, and others were given in '{path}'. Leave those out.")
-    return _checked(read_engines(path, trust), bundle)
+    return BuiltEngines(read_engines(path, trust), bundle).checked()
 
 
 def own_engines(bundle: Bundle) -> BuiltEngines | None:
@@ -171,10 +173,4 @@ def own_engines(bundle: Bundle) -> BuiltEngines | None:
 
     Raises `EnginesError` if they lack one of the bundle's graphs.
     """
-    return None if bundle.engines is None else _checked(bundle.engines, bundle)
-
-
-def _checked(engines: Engines, bundle: Bundle) -> BuiltEngines:
-    built = BuiltEngines(engines, bundle)
-    built.check_bundle()
-    return built
+    return None if bundle.engines is None else BuiltEngines(bundle.engines, bundle).checked()

@@ -79,9 +79,7 @@ OPENVINO_CPU = BackendSpec(
 OPENVINO_GPU = BackendSpec(
     OPENVINO_CPU.opened_by, "openvino", ("openvino",), ("fastest", "fp32"), on_gpu=True, takes_threads=False
 )
-TENSORRT = BackendSpec(
-    f"{_OURS}.tensorrt.backend:open_backend", "tensorrt", ("tensorrt",), on_gpu=True, takes_threads=False
-)
+TENSORRT = BackendSpec(f"{_OURS}.tensorrt:open_backend", "tensorrt", ("tensorrt",), on_gpu=True, takes_threads=False)
 TENSORRT_RTX = replace(TENSORRT, target="tensorrt-rtx", libraries=("tensorrt_rtx",))
 
 KNOWN = Registry[BackendSpec]("sinkprune.backends")
@@ -105,12 +103,8 @@ def usual_backend(engines: Engines | None) -> str:
     return quickest_backend(is_installed) if engines is None else backend_of(engines.manifest.target)
 
 
-_USUAL: dict[Target, str] = {
-    "onnxruntime": "ort-cpu",
-    "onnxruntime+openvino": "ort-cpu+openvino",
-    "openvino": "openvino",
-}
-"""The default backends of targets that several backends run, also those of other packages."""
+_USUAL: dict[Target, str] = {"onnxruntime": "ort-cpu", "onnxruntime+openvino": "ort-cpu+openvino"}
+"""The default backends of targets that no backend is named after."""
 
 
 def backend_of(target: Target) -> str:

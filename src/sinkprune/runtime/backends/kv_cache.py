@@ -222,14 +222,11 @@ class BufferedDecoder(Decoder):
         return dict(cache.buffers)
 
     def save(self, cache: BufferedCache, rows: int) -> BufferedCache:
-        return self._copied(cache, rows, rows)
+        return BufferedCache(self._grown(cache, rows, rows, rows), rows, rows)
 
     def restore(self, saved: BufferedCache, rows: int, length: int, expected: int = 0) -> BufferedCache:
-        expected = expected if self._memory.fixes_room else 0
-        return self._copied(saved, rows, self._room or room_for(max(length, expected)))
-
-    def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
-        return BufferedCache(self._grown(cache, room, rows, rows), rows, room)
+        room = self._room or room_for(max(length, expected if self._memory.fixes_room else 0))
+        return BufferedCache(self._grown(saved, room, rows, rows), rows, room)
 
     def _grown(self, cache: BufferedCache, room: int, rows: int, used: int) -> dict[str, Tensor]:
         """Return buffers of this `room` with the first `rows` rows of `cache`; those from `used` on are zero."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from math import prod
 from mmap import mmap
 from pathlib import Path
@@ -26,79 +27,29 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 
 _SCHEMA = {
-    "Model": {
-        "ir_version": (1, "number"),
-        "graph": (7, "Graph"),
-        "opset_import": (8, "Opset*"),
-        "functions": (25, "Function*"),
-    },
-    "Opset": {"domain": (1, "text"), "version": (2, "number")},
-    "Graph": {
-        "node": (1, "Node*"),
-        "name": (2, "text"),
-        "initializer": (5, "Tensor*"),
-        "input": (11, "Value*"),
-        "output": (12, "Value*"),
-        "sparse_initializer": (15, "SparseTensor*"),
-    },
-    "Value": {"name": (1, "text"), "type": (2, "Type")},
-    "Type": {"tensor_type": (1, "TensorType")},
-    "TensorType": {"elem_type": (1, "number"), "shape": (2, "Shape")},
-    "Shape": {"dim": (1, "Dim*")},
-    "Dim": {"dim_value": (1, "number"), "dim_param": (2, "text")},
-    "Function": {
-        "name": (1, "text"),
-        "input": (4, "text*"),
-        "output": (5, "text*"),
-        "node": (7, "Node*"),
-        "domain": (10, "text"),
-        "attribute_proto": (11, "Attribute*"),
-        "overload": (13, "text"),
-    },
-    "Node": {
-        "input": (1, "text*"),
-        "output": (2, "text*"),
-        "name": (3, "text"),
-        "op_type": (4, "text"),
-        "attribute": (5, "Attribute*"),
-        "domain": (7, "text"),
-        "overload": (8, "text"),
-    },
-    "Attribute": {
-        "name": (1, "text"),
-        "i": (3, "number"),
-        "t": (5, "Tensor"),
-        "g": (6, "Graph"),
-        "ints": (8, "number*"),
-        "tensors": (10, "Tensor*"),
-        "graphs": (11, "Graph*"),
-        "type": (20, "number"),
-        "ref_attr_name": (21, "text"),
-        "sparse_tensor": (22, "SparseTensor"),
-        "sparse_tensors": (23, "SparseTensor*"),
-    },
-    "SparseTensor": {"values": (1, "Tensor"), "indices": (2, "Tensor")},
-    "Tensor": {
-        "dims": (1, "number*"),
-        "data_type": (2, "number"),
-        "name": (8, "text"),
-        "raw_data": (9, "bytes"),
-        "external_data": (13, "Entry*"),
-    },
-    "Entry": {"key": (1, "text"), "value": (2, "text")},
+    "Model": "ir_version 1 number, graph 7 Graph, opset_import 8 Opset*, functions 25 Function*",
+    "Opset": "domain 1 text, version 2 number",
+    "Graph": "node 1 Node*, name 2 text, initializer 5 Tensor*, input 11 Value*, output 12 Value*, "
+    "sparse_initializer 15 SparseTensor*",
+    "Value": "name 1 text, type 2 Type",
+    "Type": "tensor_type 1 TensorType",
+    "TensorType": "elem_type 1 number, shape 2 Shape",
+    "Shape": "dim 1 Dim*",
+    "Dim": "dim_value 1 number, dim_param 2 text",
+    "Function": "name 1 text, input 4 text*, output 5 text*, node 7 Node*, domain 10 text, "
+    "attribute_proto 11 Attribute*, overload 13 text",
+    "Node": "input 1 text*, output 2 text*, name 3 text, op_type 4 text, attribute 5 Attribute*, domain 7 text, "
+    "overload 8 text",
+    "Attribute": "name 1 text, i 3 number, t 5 Tensor, g 6 Graph, ints 8 number*, tensors 10 Tensor*, "
+    "graphs 11 Graph*, type 20 number, ref_attr_name 21 text, sparse_tensor 22 SparseTensor, "
+    "sparse_tensors 23 SparseTensor*",
+    "SparseTensor": "values 1 Tensor, indices 2 Tensor",
+    "Tensor": "dims 1 number*, data_type 2 number, name 8 text, raw_data 9 bytes, external_data 13 Entry*",
+    "Entry": "key 1 text, value 2 text",
 }
-"""Messages of onnx.proto3, with the number and type of each field; a star marks a repeated field."""
-_DTYPES = {
-    1: "float32",
-    2: "uint8",
-    3: "int8",
-    7: "int64",
-    9: "bool",
-    10: "float16",
-    16: "bfloat16",
-    21: "uint4",
-    22: "int4",
-}
+"""Messages of onnx.proto3: the name, number and type of each field; a star marks a repeated field."""
+_DTYPES = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16"}
+_DTYPES |= {21: "uint4", 22: "int4"}
 """The types that sinkprune writes, by their numbers in onnx.proto3. ONNX Runtime packs codes into uint8."""
 _MATRIX_BITS = {"bfloat16": 16, "uint4": 4, "int4": 4}
 """Bits of the types that numpy does not have. Only matrices have these types, and no matrix is read here."""
@@ -150,11 +101,7 @@ def checked_weights(data: bytes, what: str) -> tuple[Weight, ...]:
     if not model.HasField("graph"):
         raise BackendError(f"{what} is no ONNX model: it has no graph. Export or copy the bundle again.")
     _check_functions(model, what)
-    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
-        _check_attributes(node.attribute, f"{what}: its node {node.op_type!r}")
-    for function in model.functions:
-        _check_attributes(function.attribute_proto, f"{what}: a function of it")
-    _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
+    _check_values(model, what)
     matrices = _matrices(model.graph)
     external = [tensor for tensor in model.graph.initializer if tensor.external_data]
     if len({tensor.name for tensor in external}) != len(external):
@@ -243,25 +190,25 @@ def domain_of(named: Any) -> str:
     return "" if named.domain == "ai.onnx" else str(named.domain)
 
 
-def _check_attributes(attributes: Any, what: str) -> None:
-    for attribute in attributes:
+def _check_values(model: Any, what: str) -> None:
+    """Reject graphs within a node, and values in files that are no initializers."""
+    nodes = chain(model.graph.node, *(function.node for function in model.functions))
+    named = [(node.op_type, attribute) for node in nodes for attribute in node.attribute]
+    named += [(function.name, each) for function in model.functions for each in function.attribute_proto]
+    dense, sparse = list[Any](), [*model.graph.sparse_initializer]
+    for name, attribute in named:
         if attribute.HasField("g") or attribute.graphs:
             raise BackendError(
-                f"{what} holds a graph, which may run without end. sinkprune writes no such bundle: export it again."
+                f"{what}: its node {name!r} holds a graph, which may run without end. sinkprune writes no such "
+                "bundle: export it again."
             )
-        sparse = _parts([attribute.sparse_tensor, *attribute.sparse_tensors])
-        _check_inside([attribute.t, *attribute.tensors, *sparse], what)
-
-
-def _check_inside(tensors: Any, what: str) -> None:
-    if any(tensor.external_data for tensor in tensors):
-        raise BackendError(f"{what} reads its value from a file. sinkprune writes no such bundle: export it again.")
-
-
-def _parts(sparse: Any) -> Iterator[Any]:
-    for tensor in sparse:
-        yield tensor.values
-        yield tensor.indices
+        dense += [attribute.t, *attribute.tensors]
+        sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
+    dense += [part for tensor in sparse for part in (tensor.values, tensor.indices)]
+    if any(tensor.external_data for tensor in dense):
+        raise BackendError(
+            f"{what} reads a value that is no weight from a file. sinkprune writes no such bundle: export it again."
+        )
 
 
 def message_class(name: str) -> Any:
@@ -282,10 +229,10 @@ def _pool() -> Any:
     file = descriptor_pb2.FileDescriptorProto(name="sinkprune_onnx.proto", package="sinkprune", syntax="proto3")
     for message, fields in _SCHEMA.items():
         described = file.message_type.add(name=message)
-        for label, (number, kind) in fields.items():
-            many, kind = kind.endswith("*"), kind.removesuffix("*")
-            added = described.field.add(name=label, number=number)
-            added.label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
+        for label, number, kind in map(str.split, fields.split(", ")):
+            added = described.field.add(name=label, number=int(number))
+            added.label = field.LABEL_REPEATED if kind.endswith("*") else field.LABEL_OPTIONAL
+            kind = kind.removesuffix("*")
             added.type = types.get(kind, field.TYPE_MESSAGE)
             if kind not in types:
                 added.type_name = f".sinkprune.{kind}"

@@ -359,7 +359,7 @@ def free_bytes(backend: str) -> int:
         return available_bytes()
     try:
         if KNOWN[backend].target == "openvino":
-            from sinkprune.runtime.backends.openvino.devices import Gpu, import_openvino
+            from sinkprune.runtime.backends.openvino.backend import Gpu, import_openvino
 
             return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
         from sinkprune.runtime.device.cuda import open_device

@@ -13,8 +13,9 @@ import ctypes
 import heapq
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
@@ -120,6 +121,15 @@ def open_device() -> Device:
     )
 
 
+def _import_driver(library: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise BackendError(
+            f"{library} cannot be imported ({error}). Install cuda-python with: pip install cuda-python"
+        ) from error
+
+
 _SMALLEST = 1024
 
 
@@ -196,7 +206,7 @@ class PycudaDevice(Device):
 
     def __init__(self) -> None:
         """Open the first device; raises `BackendError` if pycuda, a driver or a GPU is missing."""
-        self._cuda = _import_pycuda()
+        self._cuda = _import_driver("pycuda", "pycuda.driver")
         self._do(self._cuda.init)
         device = self._do(self._cuda.Device, 0)
         self._context = device.retain_primary_context()
@@ -275,14 +285,6 @@ class PycudaDevice(Device):
             raise BackendError(f"CUDA refused: {error}. After such an error, start the program again.") from error
 
 
-def _import_pycuda() -> Any:
-    try:
-        from pycuda import driver
-    except ImportError as error:
-        raise BackendError(f"pycuda cannot be imported ({error}). Install cuda-python, or pycuda again.") from error
-    return driver
-
-
 class CudaPythonDevice(Device):
     """The first CUDA device, in the primary context that TensorRT uses too. Calls may come from any thread."""
 
@@ -290,7 +292,7 @@ class CudaPythonDevice(Device):
 
     def __init__(self) -> None:
         """Open the first device; raises `BackendError` if cuda-python, a driver or a GPU is missing."""
-        self._cuda = cuda = _import_driver()
+        self._cuda = cuda = _import_driver("cuda-python", "cuda.bindings.driver")
         try:
             (status,) = cuda.cuInit(0)
         except RuntimeError as error:
@@ -405,10 +407,9 @@ class CudaPythonDevice(Device):
     def _is_done(self, event: Any) -> bool:
         self._enter()
         (status,) = self._cuda.cuEventQuery(event)
-        if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        self._checked((status,))
-        return True
+        if status != self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            self._checked((status,))
+        return bool(status == self._cuda.CUresult.CUDA_SUCCESS)
 
     def _enter(self) -> None:
         """Make the context current, which CUDA tracks for each thread."""
@@ -431,11 +432,12 @@ class CudaPythonDevice(Device):
         return f"{reason} ({getattr(status, 'name', status)})"
 
 
-class _Staging:
+class _Staging(NamedTuple):
     """Pinned host memory, and the event after the last copy from it."""
 
-    def __init__(self, address: Address, size: int, copied: Any) -> None:
-        self.address, self.size, self.copied = address, size, copied
+    address: Address
+    size: int
+    copied: Any
 
 
 class _Owned:
@@ -447,13 +449,3 @@ class _Owned:
 
 
 _NEEDS_GPU = "Backends on CUDA need an NVIDIA GPU and its driver; without one, run on ort-cpu."
-
-
-def _import_driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise BackendError(
-            f"cuda-python cannot be imported ({error}). Install it with: pip install cuda-python"
-        ) from error
-    return driver

@@ -76,7 +76,7 @@ class TilesProcessor:
 
     def frame_plans(self, size: PixelSize) -> list[FramePlan]:
         """Return what a call computes of an image of `size`: the tiles, then the whole image; raises `ImageError`."""
-        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+        from sinkprune.runtime.frames import Axis, PillowPlan
 
         def plan(grid: tuple[int, int]) -> PillowPlan:
             columns, rows = (

@@ -23,8 +23,7 @@ from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
-    from sinkprune.runtime.frames import FrameForm, FramePlan
-    from sinkprune.runtime.frames.resampling import PillowPlan
+    from sinkprune.runtime.frames import FrameForm, FramePlan, PillowPlan
 
 PixelSize = tuple[int, int]
 """Width and height in pixels, as Pillow orders them."""
@@ -91,7 +90,7 @@ class SquareProcessor:
 
     def frame_plan(self, size: PixelSize) -> PillowPlan:
         """Return what a call computes of an image of `size`, for the graph of frames; raises `ImageError`."""
-        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+        from sinkprune.runtime.frames import Axis, PillowPlan
 
         columns, rows = (Axis(*axis) for axis in self._axes(size))
         # Without a resize, the weights of most filters are 0 and 1.
@@ -243,7 +242,7 @@ class SquarePictures(Family):
         return self._square_form(views=1)
 
     def _square_form(self, views: int) -> FrameForm:
-        from sinkprune.runtime.frames.graphs import square_form
+        from sinkprune.runtime.frames import square_form
 
         table = pixel_table(self._settings, self._dtype)
         return square_form(self._tower.image_size, table, masked=self._masked, views=views)

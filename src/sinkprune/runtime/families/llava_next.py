@@ -60,7 +60,7 @@ class LlavaNextProcessor:
 
     def frame_plans(self, size: PixelSize) -> list[FramePlan]:
         """Return what a call computes of an image of `size`: the whole image, then its tiles; raises `ImageError`."""
-        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+        from sinkprune.runtime.frames import Axis, PillowPlan
 
         side, canvas, resample = self._side, self.canvas(size), self._settings["resample"]
         if not self._square.keeps((side, side)):

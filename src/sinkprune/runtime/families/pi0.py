@@ -100,7 +100,7 @@ class PaddedProcessor(PaddedSquare):
         return padded
 
     def frame_plan(self, size: PixelSize) -> FramePlan:
-        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+        from sinkprune.runtime.frames import Axis, PillowPlan
 
         columns, rows = (
             Axis(length, 0, length, new, 0, self._side) for length, new in zip(size, self._resized(size), strict=True)
@@ -131,7 +131,7 @@ class ResizeWithPad(PaddedSquare):
         return np.ascontiguousarray(pixel_values(square, self._settings).transpose(2, 0, 1))
 
     def frame_plan(self, size: PixelSize) -> FramePlan:
-        from sinkprune.runtime.frames.resampling import Axis, BilinearPlan
+        from sinkprune.runtime.frames import Axis, BilinearPlan
 
         resized = self._resized(size)
         columns, rows = (
@@ -186,7 +186,7 @@ class Pi0(SquarePictures):
     def frame_form(self) -> FrameForm | None:
         if not isinstance(self._processor, ResizeWithPad):
             return super().frame_form()
-        from sinkprune.runtime.frames.graphs import bilinear_form
+        from sinkprune.runtime.frames import bilinear_form
 
         return bilinear_form(self._tower.image_size, self._dtype, self._settings)
 

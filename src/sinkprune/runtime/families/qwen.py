@@ -100,12 +100,12 @@ class Qwen25VL(Family):
         return tables
 
     def frame_form(self) -> FrameForm:
-        from sinkprune.runtime.frames.graphs import patch_form
+        from sinkprune.runtime.frames import patch_form
 
         return patch_form(pixel_table(self._settings, self._dtype), self._settings, self._most_tokens)
 
     def frame_plans(self, size: PixelSize) -> list[FramePlan]:
-        from sinkprune.runtime.frames.resampling import Axis, PillowPlan
+        from sinkprune.runtime.frames import Axis, PillowPlan
 
         grid, patch = self._processor.grid(size), self._tower.patch_size
         resized = grid.w * patch, grid.h * patch

@@ -1,8 +1,4 @@
-"""Pictures from files, bytes and arrays: checked by their headers, then decoded.
-
-It walks over millions of empty segments in Python and keeps each of them, reads the same bytes for every tag that
-points to them, and decodes a JPEG again for each scan.
-"""
+"""Pictures from files, bytes and arrays: checked by their headers, then decoded."""
 
 from __future__ import annotations
 
@@ -37,8 +33,9 @@ _MOST_TIMES, _SPARE_BYTES = 2, 1 << 20
 class MeteredFile:
     """An open picture file that raises `ImageError` when its decoder reads too much or computes for too long.
 
-    All of Pillow's loops over a file read between their steps, so every read checks both. A read requests no more
-    bytes than the file has, because Python reserves memory for the request first.
+    Pillow keeps millions of empty segments, reads the same bytes for every tag that points to them, and decodes
+    JPEGs again for each scan. All of its loops read between their steps, so every read checks both limits. A read
+    requests no more bytes than the file has, because Python reserves memory for the request first.
     """
 
     def __init__(self, file: BinaryIO, size: int, cancelled: Event | None = None) -> None:
@@ -157,7 +154,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     Raises `ImageError` if the file is missing, not regular, none of `FORMATS`, damaged, of 32 bits a channel, larger
     than `MOST_PIXELS`, or exceeds the limits of `MeteredFile`.
     """
-    return _read(path, _decoded)
+    return _read_file(path, _decoded)
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[int, bool]:
@@ -165,23 +162,13 @@ def read_header(path: str | os.PathLike[str]) -> tuple[int, bool]:
 
     Decodes no pixels. Raises `ImageError` as `read_image` does, but not for what only decoding finds.
     """
-    return _read(path, _header)
+    return _read_file(path, _header)
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Found]) -> _Found:
-    """Return what `read` returns of an image file; raises `ImageError` with its name."""
+def _read_file(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Found]) -> _Found:
     with open_media("image", path, ImageError, _GIVE) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            raise ImageError(f"image '{path}' is empty (0 bytes). Give a complete image file.")
-        if size > MOST_BYTES:
-            raise ImageError(
-                f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
-            )
         try:
-            return read(MeteredFile(file, size))
-        except UnidentifiedImageError as error:
-            raise ImageError(f"'{path}' is not an image of a known format ({size} bytes). {_GIVE}") from error
+            return _read(file, read)
         except ImageError as error:
             raise ImageError(f"'{path}': {error}") from error
 
@@ -196,12 +183,12 @@ class ImageBytes:
 
     def __init__(self, data: bytes, name: str) -> None:
         """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
-        self._data, self.name, self.pixels = data, name, _read_bytes(data, _pixels)
+        self._data, self.name, self.pixels = data, name, _read(io.BytesIO(data), _pixels)
         self._cancelled = Event()
 
     def decoded(self) -> Image.Image:
         """Return the RGB image, as `read_image` does; raises `ImageError`, also soon after `cancel`."""
-        return _read_bytes(self._data, _decoded, self._cancelled)
+        return _read(io.BytesIO(self._data), _decoded, self._cancelled)
 
     def cancel(self) -> None:
         """End `decoded`, because nobody needs the image; any thread may call this."""
@@ -210,16 +197,18 @@ class ImageBytes:
 
 def read_image_bytes(data: bytes) -> Image.Image:
     """Return the RGB image in the bytes of a file, as `read_image` does; raises `ImageError`."""
-    return _read_bytes(data, _decoded)
+    return _read(io.BytesIO(data), _decoded)
 
 
-def _read_bytes(data: bytes, read: Callable[[MeteredFile], _Found], cancelled: Event | None = None) -> _Found:
-    if not 0 < len(data) <= MOST_BYTES:
-        raise ImageError(f"the image has {len(data)} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
+def _read(file: BinaryIO, read: Callable[[MeteredFile], _Found], cancelled: Event | None = None) -> _Found:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if not 0 < size <= MOST_BYTES:
+        raise ImageError(f"the image has {size} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
     try:
-        return read(MeteredFile(io.BytesIO(data), len(data), cancelled))
+        return read(MeteredFile(file, size, cancelled))
     except UnidentifiedImageError as error:
-        raise ImageError(f"the image has no known format ({len(data)} bytes). {_GIVE}") from error
+        raise ImageError(f"the image has no known format ({size} bytes). {_GIVE}") from error
 
 
 def to_rgb(image: Image.Image | Array) -> Image.Image:
@@ -255,8 +244,6 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
 
 def check_array(array: Array) -> None:
     """Raise `ImageError` for an array that is no picture uint8 [height,width,3]."""
-    if array.dtype == np.uint8 and array.ndim == 3 and 0 in array.shape[:2]:
-        raise ImageError(f"found an array {array.dtype}{list(array.shape)}, which has no pixels. Give a picture.")
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ImageError(
             f"found an array {array.dtype}{list(array.shape)}, expected uint8 [height,width,3]. Transpose one of "
@@ -311,29 +298,25 @@ def _decoded(file: MeteredFile) -> Image.Image:
         return _with_facts(found, count_frames(image), wide)
 
 
-def _open(file: MeteredFile) -> ImageFile.ImageFile:
-    head = file.read(4)
-    if head[:2] in (b"II", b"MM"):
-        from sinkprune.runtime.media.tiff import check_values
-
-        check_values(file)
-    file.seek(0)
-    image = Image.open(cast(BinaryIO, file), formats=FORMATS)
-    file.end_header()
-    return image
-
-
 @contextmanager
 def _opened(file: MeteredFile) -> Iterator[ImageFile.ImageFile]:
     """Open an image whose header is within the limits. Raises what `_decoded` raises, also for what follows."""
-    with _damage_as_error(), _open(file) as image:
+    with _damage_as_error():
+        if file.read(4)[:2] in (b"II", b"MM"):
+            from sinkprune.runtime.media.tiff import check_values
+
+            check_values(file)
+        file.seek(0)
+        image = Image.open(cast(BinaryIO, file), formats=FORMATS)
+        file.end_header()
         _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
         if image.format == "TIFF":
             from sinkprune.runtime.media.tiff import check_samples, size_in_tiles
 
             _check_size(*size_in_tiles(image))
             check_samples(image)
-        yield image
+        with image:
+            yield image
 
 
 def _pixels(file: MeteredFile) -> int:
@@ -342,7 +325,7 @@ def _pixels(file: MeteredFile) -> int:
 
 
 def _header(file: MeteredFile) -> tuple[int, bool]:
-    with _damage_as_error(), _open(file) as image:
+    with _opened(file) as image:
         return count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS
 
 

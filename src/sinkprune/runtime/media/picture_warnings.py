@@ -50,30 +50,29 @@ class PictureWarnings:
     """What a pipeline has warned of. Each size of pictures causes a warning once, and once more if nearly black."""
 
     def __init__(self) -> None:
-        self._warned: set[tuple[type[Warning], tuple[float, ...]]] = set()
+        self._warned: set[tuple[type[Warning], tuple[int, int], int]] = set()
 
     def warn(self, layouts: Sequence[VisualLayout], files: Sequence[FileFacts]) -> None:
         """Warn the user of pictures with these layouts and files: by kinds of `PictureWarning`."""
         for layout, file in zip(layouts, files, strict=True):
+            found: list[tuple[type[Warning], int, str]] = [
+                (ScaledDownWarning, 0, scaled_down(layout)),
+                (FewerFramesWarning, layout.frames_at_rate, fewer_frames(layout)),
+            ]
             if layout.seen_share < 1:
                 text = f"{seen_part(layout)}. Pipeline.load(..., fit='pad') shows it all (docs/pictures.md)."
-                self._warn(PartlySeenWarning, layout.size, text)
-            if text := scaled_down(layout):
-                self._warn(ScaledDownWarning, layout.size, text)
-            if text := fewer_frames(layout):
-                self._warn(FewerFramesWarning, (*layout.size, layout.frames_at_rate), text)
+                found += [(PartlySeenWarning, 0, text)]
             if file.largest is not None:
                 # A bright picture does not speak for a dark one.
-                key = (*layout.size, file.largest < NEARLY_BLACK)
-                self._warn(DividedPictureWarning, key, f"the picture: {divided(file.largest)}")
+                dark = file.largest < NEARLY_BLACK
+                found += [(DividedPictureWarning, dark, f"the picture: {divided(file.largest)}")]
             if file.frames > 1:
-                self._warn(FirstFrameWarning, (*layout.size, file.frames), f"the picture: {first_of(file.frames)}")
-
-    def _warn(self, category: type[Warning], size: tuple[float, ...], text: str) -> None:
-        if (category, size) not in self._warned:
-            # Not before: where the user makes it an error, each request raises it.
-            warn_user(text, category)
-            self._warned.add((category, size))
+                found += [(FirstFrameWarning, file.frames, f"the picture: {first_of(file.frames)}")]
+            for category, more, text in found:
+                if text and (key := (category, layout.size, more)) not in self._warned:
+                    # Remembered afterwards: where the user makes it an error, each request raises it.
+                    warn_user(text, category)
+                    self._warned.add(key)
 
 
 def seen_part(layout: VisualLayout) -> str:

@@ -1,4 +1,7 @@
-"""Power sensors: NVIDIA's library, Intel's RAPL and tegrastats. A new one is a function and a row in `_SENSORS`."""
+"""Power sensors, and temperatures and clocks while a program does its work.
+
+The sensors are NVIDIA's library, Intel's RAPL and tegrastats. A new one is a function and a row in `_SENSORS`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ import os
 import re
 import select
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from sinkprune.contract.checks import install_command
 from sinkprune.contract.child_processes import find_program
 from sinkprune.contract.errors import NoSensorError, PowerError
+from sinkprune.contract.report import ConditionsReport
 
 ROOT = Path("/")
 SILENT_SECONDS = 3.0
@@ -44,20 +51,15 @@ class Sensor(NamedTuple):
     """Starts a generator, which waits for each reading. It raises `PowerError` after `SILENT_SECONDS` without one."""
 
 
-class PowerIntegral:
-    """Joules of a power that is read from time to time, by the trapezoidal rule."""
-
-    def __init__(self) -> None:
-        self._joules = 0.0
-        self._last: tuple[float, float] | None = None
-
-    def add(self, seconds: float, watts: float) -> float:
-        """Add a power, measured at the moment `seconds`, and return the joules since the first one."""
-        if self._last is not None:
-            last_seconds, last_watts = self._last
-            self._joules += (seconds - last_seconds) * (watts + last_watts) / 2
-        self._last = seconds, watts
-        return self._joules
+def integrated(powers: Generator[tuple[float, float]]) -> Generator[Reading]:
+    """Yield a reading for each power in watts, given with its moment, by the trapezoidal rule."""
+    joules, last_seconds, last_watts = 0.0, 0.0, None
+    with closing(powers):
+        for seconds, watts in powers:
+            if last_watts is not None:
+                joules += (seconds - last_seconds) * (watts + last_watts) / 2
+            last_seconds, last_watts = seconds, watts
+            yield Reading(seconds, joules)
 
 
 def count_steps(read: Callable[[], list[int]], ranges: list[int], name: str) -> Iterator[tuple[float, int]]:
@@ -103,7 +105,9 @@ def open_nvml(root: Path) -> Sensor:
     if gpu.query(_COUNTER, optional=True) is not None:
         return Sensor("nvml", board, gpu.readings_by_counter)
     gpu.query(_POWER)
-    return Sensor("nvml", f"{board}, by its power, which newer GPUs average over a second", gpu.readings_by_power)
+    return Sensor(
+        "nvml", f"{board}, by its power, which newer GPUs average over a second", lambda: integrated(gpu.powers())
+    )
 
 
 class _Gpu:
@@ -115,11 +119,10 @@ class _Gpu:
         for seconds, millijoules in steps:
             yield Reading(seconds, millijoules / 1e3)
 
-    def readings_by_power(self) -> Generator[Reading]:
-        integral = PowerIntegral()
+    def powers(self) -> Generator[tuple[float, float]]:
         while True:
-            milliwatts, seconds = self.query(_POWER), time.monotonic()
-            yield Reading(seconds, integral.add(seconds, milliwatts / 1e3))
+            milliwatts = self.query(_POWER)
+            yield time.monotonic(), milliwatts / 1e3
             time.sleep(PERIOD_SECONDS)
 
     def query(self, function: str, *, optional: bool = False) -> Any:
@@ -232,7 +235,7 @@ def open_tegrastats(root: Path) -> Sensor:
     if path is None:
         raise NoSensorError(f"there is no '{COMMAND}' in PATH, which boards with JetPack have.")
     rails = _find_rails(path)
-    return Sensor(COMMAND, f"{' + '.join(rails)} of this board", lambda: _readings(path, rails))
+    return Sensor(COMMAND, f"{' + '.join(rails)} of this board", lambda: integrated(_powers(path, rails)))
 
 
 def _find_rails(path: str) -> tuple[str, ...]:
@@ -253,12 +256,12 @@ def _find_rails(path: str) -> tuple[str, ...]:
     )
 
 
-def _readings(path: str, rails: tuple[str, ...]) -> Generator[Reading]:
-    """Yield a reading for each line that has all `rails`. Its moment is the arrival of the line.
+def _powers(path: str, rails: tuple[str, ...]) -> Generator[tuple[float, float]]:
+    """Yield the power of each line that has all `rails`, after the moment at which the line arrived.
 
     The line's own time stamp is ignored: it has whole seconds, and jumps when the board finds a time server.
     """
-    integral, complete = PowerIntegral(), time.monotonic()
+    complete = time.monotonic()
     with closing(_lines(path)) as lines:
         for line in lines:
             now = time.monotonic()
@@ -269,8 +272,8 @@ def _readings(path: str, rails: tuple[str, ...]) -> Generator[Reading]:
                         f"'{path}' has printed no {', no '.join(missing)} for {SILENT_SECONDS:.0f} seconds."
                     )
                 continue
-            complete, watts = now, sum(line[rail] for rail in rails) / 1e3
-            yield Reading(now, integral.add(now, watts))
+            complete = now
+            yield now, sum(line[rail] for rail in rails) / 1e3
 
 
 def _lines(path: str) -> Generator[dict[str, int]]:
@@ -355,3 +358,86 @@ def open_sensor(name: str, *, on_gpu: bool, root: Path = ROOT) -> Sensor:
         f"no power sensor was found. Tried {'; '.join(reasons)}. Leave --power out, or measure on a machine that has "
         "one."
     )
+
+
+_SECONDS_BETWEEN_CONDITIONS = 1.0
+_THERMAL_ZONES = "sys/class/thermal/thermal_zone*"
+_CPU_CLOCKS = ("sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq",)
+GPU_FOLDERS = ("sys/class/devfreq/*gpu*", "sys/class/devfreq/*.ga10b", "sys/class/devfreq/*.gb10b")
+"""Patterns of the folder of a Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and higher on Thor."""
+_GPU_CLOCKS = tuple(f"{folder}/cur_freq" for folder in GPU_FOLDERS)
+
+
+class ConditionsLog:
+    """The conditions at a block's beginning and end, and once a second in between."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Take the root of the system's files."""
+        self._root, self._ended = root, threading.Event()
+        self._rows: list[tuple[float, dict[str, float], dict[str, float]]] = []
+        self._thread = threading.Thread(target=self._add_periodically, name="conditions", daemon=True)
+
+    def __enter__(self) -> None:
+        self._add()
+        self._thread.start()
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._add()
+
+    def _add_periodically(self) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_CONDITIONS):
+            self._add()
+
+    def _add(self) -> None:
+        self._rows.append((time.monotonic(), *read_conditions(self._root)))
+
+    def report(self, start: float) -> ConditionsReport:
+        """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
+        return ConditionsReport(
+            seconds=tuple(seconds - start for seconds, _, _ in self._rows),
+            temperatures_c=_by_name([temperatures for _, temperatures, _ in self._rows]),
+            clocks_mhz=_by_name([clocks for _, _, clocks in self._rows]),
+        )
+
+
+def read_conditions(root: Path = ROOT) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the temperatures in Celsius by place, and the mean clocks in MHz of `cpu` and, on a Jetson, `gpu`.
+
+    They are read from the system's files below `root`. What cannot be read is left out.
+    """
+    temperatures, namesakes = {}, Counter[str]()
+    for zone in sorted(root.glob(_THERMAL_ZONES)):
+        millidegrees, name = _number_in(zone / "temp"), _text_in(zone / "type") or zone.name
+        if millidegrees is not None:
+            namesakes[name] += 1
+            temperatures[name if namesakes[name] == 1 else f"{name} {namesakes[name]}"] = millidegrees / 1e3
+    clocks = {"cpu": _mean(root, _CPU_CLOCKS, 1e3), "gpu": _mean(root, _GPU_CLOCKS, 1e6)}
+    return temperatures, {unit: megahertz for unit, megahertz in clocks.items() if megahertz is not None}
+
+
+def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: tuple(row.get(name) for row in rows) for name in names}
+
+
+def _mean(root: Path, patterns: tuple[str, ...], per_mhz: float) -> float | None:
+    found = [_number_in(path) for pattern in patterns for path in root.glob(pattern)]
+    values = [value / per_mhz for value in found if value is not None]
+    return fmean(values) if values else None
+
+
+def _number_in(path: Path) -> float | None:
+    try:
+        return float(_text_in(path) or "")
+    except ValueError:
+        return None
+
+
+def _text_in(path: Path) -> str | None:
+    """Return the text of a file; None if it is missing, or if its device is asleep."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

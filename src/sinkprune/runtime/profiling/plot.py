@@ -19,28 +19,18 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 # All colours are Okabe-Ito's, safe for colour-blind readers. In the order of the work.
 _PARTS = {
-    "preprocess": "#999999",
-    "vision": "#56B4E9",
-    "sanitizer": "#D55E00",
-    "projector": "#0072B2",
-    "prefill": "#009E73",
-    "select": "#E69F00",
-    "rest": "#000000",
-    "decode": "#F0E442",
+    "preprocess": ("preprocessing", "#999999"),
+    "vision": ("vision tower", "#56B4E9"),
+    "sanitizer": ("sanitizer", "#D55E00"),
+    "projector": ("projector", "#0072B2"),
+    "prefill": ("prefill", "#009E73"),
+    "select": ("selection", "#E69F00"),
+    "rest": ("rest", "#000000"),
+    "decode": ("further tokens", "#F0E442"),
+    "expert": ("denoising", "#CC79A7"),
 }
-_COLOURS = {**_PARTS, "expert": "#CC79A7"}
-"""The parts of answers, and those of a robot policy's chunks."""
-PART_NAMES = {
-    "preprocess": "preprocessing",
-    "vision": "vision tower",
-    "sanitizer": "sanitizer",
-    "projector": "projector",
-    "prefill": "prefill",
-    "select": "selection",
-    "rest": "rest",
-    "decode": "further tokens",
-    "expert": "denoising",
-}
+"""The names and colours of the parts of answers, and of a robot policy's chunks."""
+PART_NAMES = {part: name for part, (name, _) in _PARTS.items()}
 """The names of parts in plots and tables."""
 
 
@@ -91,11 +81,11 @@ def stacked_bars(
     """
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(rows)), layout="constrained")
     axes, names = figure.add_subplot(), list(rows)
-    parts = {part: colour for part, colour in _COLOURS.items() if any(part in row for row in rows.values())}
+    parts = [part for part in _PARTS if any(part in row for row in rows.values())]
     left = [0.0] * len(names)
-    for part, colour in parts.items():
-        row = [rows[name][part] for name in names]
-        axes.barh(names, row, left=left, color=colour, label=PART_NAMES[part], edgecolor="white", linewidth=0.4)
+    for part in parts:
+        row, (label, colour) = [rows[name][part] for name in names], _PARTS[part]
+        axes.barh(names, row, left=left, color=colour, label=label, edgecolor="white", linewidth=0.4)
         left = [start + width for start, width in zip(left, row, strict=True)]
     ends = [max(end, spread.p95 if spread else 0) for end, spread in zip(left, spreads, strict=True)]
     beyond = [end - start for end, start in zip(ends, left, strict=True)]
@@ -129,7 +119,7 @@ def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
     ms = {part: spread.median if spread else 0.0 for part, spread in budget.ms.items()}
     ms["decode"] = ms["per_token"] * (new_tokens - 1)
     ms["prefill"] -= ms["select"]
-    widths = {part: ms[part] for part in _PARTS}
+    widths = {part: ms[part] for part in _PARTS if part != "expert"}
     scale = ms["latency"] / sum(widths.values()) if ms["latency"] else 1.0
     return {part: scale * width for part, width in widths.items()}
 
@@ -143,14 +133,8 @@ _MOST_LINES = 6
 def plot_rate(report: RateReport, suffix: str) -> bytes:
     """Return the bytes of a picture file: latencies over time, then temperatures and clocks if known."""
     conditions = report.conditions
-    below = [
-        (label, lines)
-        for label, lines in (
-            ("°C", _highest(conditions.temperatures_c)),
-            ("MHz", conditions.clocks_mhz),
-        )
-        if any(value is not None for values in lines.values() for value in values)
-    ]
+    known = (("°C", _highest(conditions.temperatures_c)), ("MHz", conditions.clocks_mhz))
+    below = [(label, lines) for label, lines in known if any(set(values) - {None} for values in lines.values())]
     heights = [_HEIGHT, *(_MORE_HEIGHT for _ in below)]
     figure = import_matplotlib()(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -190,8 +174,6 @@ def _draw_latencies(axes: Any, report: RateReport) -> None:
 
 
 def _highest(lines: Mapping[str, Sequence[float | None]]) -> dict[str, Sequence[float | None]]:
-    highest = {
-        name: max((value for value in values if value is not None), default=0.0) for name, values in lines.items()
-    }
+    highest = {name: max((value or 0.0 for value in values), default=0.0) for name, values in lines.items()}
     chosen = sorted(highest, key=lambda name: -highest[name])[:_MOST_LINES]
     return {name: values for name, values in lines.items() if name in chosen}

@@ -43,14 +43,25 @@ _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
-class PeakMemory:
-    """The largest peak of all watched blocks. `bytes` is None if the system does not report it."""
+WHOLE = "request"
+"""The name of the peaks of whole requests."""
+
+
+class PeaksOfStages(Observer):
+    """The peaks of resident memory of requests, and of each of their stages while `watching` is True."""
+
+    STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
 
     def __init__(self) -> None:
-        self.bytes: int | None = None
+        self.watching = False
+        self.bytes: dict[str, int] = {}
+        """By the name of the request or the stage, for those that ran; empty if the system does not report it."""
+
+    def during(self, part: str) -> AbstractContextManager[Any]:
+        return self.watch(part) if self.watching and part in self.STAGES else nullcontext()
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self, part: str = WHOLE) -> Iterator[None]:
         """Include the peak of the block."""
         try:
             _CLEAR.write_text(_RESET_PEAK)
@@ -59,29 +70,8 @@ class PeakMemory:
             yield
             return
         yield
-        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
-        if found:
-            self.bytes = max(self.bytes or 0, int(found.group(1)) * 1024)
-
-
-class PeaksOfStages(Observer):
-    """The peak of resident memory of a request, and of each of its stages while `watching` is True."""
-
-    STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
-
-    def __init__(self) -> None:
-        self.watching = False
-        self.whole = PeakMemory()
-        """The peak of whole requests."""
-        self._peaks = {stage: PeakMemory() for stage in self.STAGES}
-
-    def during(self, part: str) -> AbstractContextManager[Any]:
-        return self._peaks[part].watch() if self.watching and part in self._peaks else nullcontext()
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """By the stage's name, for stages that ran; empty if the system does not report it."""
-        return {stage: peak.bytes for stage, peak in self._peaks.items() if peak.bytes is not None}
+        if found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()):
+            self.bytes[part] = max(self.bytes.get(part, 0), int(found.group(1)) * 1024)
 
 
 # The upper limits bound the memory of the answers, which are kept until the report.
@@ -184,7 +174,7 @@ class ProfileRounds(Rounds[Row, _Run]):
         memory, pipeline = self._memory[row], self._pipeline
         # In earlier rounds, and in the first of all without any, memory depends on the order of the rows.
         memory.watching = turn == 0
-        with memory.whole.watch():
+        with memory.watch():
             began = time.monotonic()
             answer = pipeline.generate(
                 self._image,
@@ -322,7 +312,7 @@ def _budget_report(
     speedup = PrefillAndTtft(*(ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     step_bytes = decode_bytes(pipeline.bundle.manifest, answer.kv_bytes)
-    peak, stages = memory.whole.bytes, memory.bytes
+    stages = {stage: memory.bytes[stage] for stage in memory.STAGES if stage in memory.bytes}
     warm = [run.warm_ttft for run in runs if run.warm_ttft is not None]
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
@@ -336,7 +326,7 @@ def _budget_report(
         efficiency=Efficiency(speedup.prefill / flops_speedup.prefill),
         kv_bytes=answer.kv_bytes,
         # Watching a stage resets the peak of the whole.
-        peak_rss_bytes=None if peak is None else max(peak, *stages.values()),
+        peak_rss_bytes=max(memory.bytes.values(), default=None),
         stage_peak_rss_bytes=stages,
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,

@@ -13,9 +13,8 @@ from sinkprune.contract.checks import RealNumber
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.report import BudgetRate, Latency, RateEnergy, RateReport
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.power.conditions import logging_conditions
 from sinkprune.runtime.power.meter import EnergyMeter, Span
-from sinkprune.runtime.power.sensors import ROOT
+from sinkprune.runtime.power.sensors import ROOT, ConditionsLog
 from sinkprune.runtime.profiling.profile import WARMUP, check_budgets, report_header
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike
@@ -108,7 +107,7 @@ class RateRun:
         check_budgets(pipeline, next(iter(pictures)), prompt, budgets, method=method, new_tokens=new_tokens)
         self._pipeline, self._pictures, self._prompt, self._source = pipeline, pictures, prompt, source
         self._method, self._new_tokens, self._warmup = method, new_tokens, 0
-        self._meter, self._conditions = meter, logging_conditions(root)
+        self._meter, self._conditions = meter, ConditionsLog(root)
         self._first: dict[str, Answer] = {}
         self._seen_share = 1.0
         self._served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
@@ -128,7 +127,7 @@ class RateRun:
         raises.
         """
         self._warmup = WARMUP.check(warmup)
-        with self._conditions as self._log:
+        with self._conditions:
             for name, frames in self._served.items():
                 for turn in range(self._warmup):
                     self._ask(name, turn)
@@ -150,7 +149,7 @@ class RateRun:
             warmup=self._warmup,
             seen_share=self._seen_share,
             rates={name: self._budget_rate(name, start) for name in served},
-            conditions=self._log.report(start),
+            conditions=self._conditions.report(start),
         )
 
     def _ask(self, budget: str, frame: int) -> Answer:

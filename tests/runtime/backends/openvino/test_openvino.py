@@ -24,8 +24,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-from sinkprune.runtime.backends.openvino.devices import Cpu
+from sinkprune.runtime.backends.openvino.backend import Cpu, OpenVinoBackend
 from sinkprune.runtime.system import trim_heap
 from support.models.chosen_heads import every_method
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES

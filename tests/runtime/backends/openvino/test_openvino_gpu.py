@@ -15,10 +15,10 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.memory import available_bytes
-from sinkprune.runtime.backends.openvino.devices import Gpu
+from sinkprune.runtime.backends.openvino.backend import Gpu
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
-from support.programs.commands import assert_refused, run
-from support.references.same_answers import QUESTION, assert_alike, assert_equal_at_both_ends, options_of
+from support.programs.commands import run
+from support.references.same_answers import assert_alike, assert_equal_at_both_ends, options_of
 
 BACKEND = "openvino-gpu"
 
@@ -71,21 +71,6 @@ def test_selection_is_in_fp32_and_all_else_in_fp16_unless_fp32_is_chosen() -> No
 def test_a_gpu_within_the_processor_takes_the_machine_s_memory(kind: str, known: bool) -> None:
     gpu = Gpu(CoreStandIn("Arc", kind), BACKEND, None, "fastest")
     assert gpu.free_bytes() == (pytest.approx(available_bytes(), rel=0.2) if known else 0)
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (("--compute", "bf16"), "backend 'openvino-gpu' has fastest and fp32"),
-        (("--threads", "2"), "backend 'openvino-gpu' computes on the GPU. Leave it out"),
-    ],
-)
-def test_what_a_gpu_does_not_have_is_refused(
-    option: tuple[str, str], words: str, bundle: Callable[..., Path], photo_file: Path
-) -> None:
-    root = bundle("gqa-112", budgets=("retain-64",))
-    ask = ("sinkprune-run", root, "--image", photo_file, "--prompt", QUESTION, "--backend", BACKEND)
-    assert_refused(run(*ask, *option), words)
 
 
 @pytest.mark.intel_gpu

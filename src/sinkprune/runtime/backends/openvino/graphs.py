@@ -103,18 +103,8 @@ def fill_blocks(openvino: Any, model: Any) -> None:
 def _regions(openvino: Any, model: Any) -> list[list[Node]]:
     """Return the connected operators that work row by row, for each such group with a quantised matrix, in order."""
     ordered: Sequence[Node] = model.get_ordered_ops()
-    neighbours = _neighbours(openvino, ordered)
-    regions: list[set[str]] = []
-    for layer, _ in quantised_layers(model):
-        name = layer.get_name()
-        if name in neighbours and not any(name in region for region in regions):
-            regions.append(_connected(name, neighbours))
-    return [[node for node in ordered if node.get_name() in region] for region in regions]
-
-
-def _neighbours(openvino: Any, ordered: Sequence[Node]) -> dict[str, set[str]]:
-    """Return the names of all operators that work row by row, each with those that it takes from or gives to."""
     constant: set[str] = set()
+    # By the names of operators that work row by row: those that they take rows from or give rows to.
     neighbours: dict[str, set[str]] = {}
     for node in ordered:
         name, sources = node.get_name(), {value.get_node().get_name() for value in node.input_values()}
@@ -124,15 +114,16 @@ def _neighbours(openvino: Any, ordered: Sequence[Node]) -> dict[str, set[str]]:
             neighbours[name] = sources & neighbours.keys()
             for source in neighbours[name]:
                 neighbours[source].add(name)
-    return neighbours
-
-
-def _connected(name: str, neighbours: Mapping[str, set[str]]) -> set[str]:
-    found, new = {name}, {name}
-    while new:
-        new = set().union(*(neighbours[each] for each in new)) - found
-        found |= new
-    return found
+    regions: list[set[str]] = []
+    for layer, _ in quantised_layers(model):
+        name = layer.get_name()
+        if name in neighbours and not any(name in region for region in regions):
+            region, new = {name}, {name}
+            while new:
+                new = set().union(*(neighbours[each] for each in new)) - region
+                region |= new
+            regions.append(region)
+    return [[node for node in ordered if node.get_name() in region] for region in regions]
 
 
 def _works_by_rows(openvino: Any, node: Node, constant: set[str]) -> bool:
@@ -142,11 +133,9 @@ def _works_by_rows(openvino: Any, node: Node, constant: set[str]) -> bool:
         return False
     if kind in _WITH_CONSTANT and node.input_value(1).get_node().get_name() not in constant:
         return False
-    return kind not in _ALONG_AXES or _is_along_features(openvino, node)
-
-
-def _is_along_features(openvino: Any, node: Node) -> bool:
-    """Return whether `node` computes along the last axis only, and keeps it."""
+    if kind not in _ALONG_AXES:
+        return True
+    # Along the last axis only, which it keeps.
     axes = _constant_value(openvino, node.input_value(1)).ravel().tolist()
     return axes == [-1] and _rank(node.output(0)) == _rank(node.input_value(0))
 
@@ -185,7 +174,11 @@ def _fill_region(ops: Any, region: Sequence[Node]) -> None:
     for value in (node.output(0) for node in region):
         targets = [target for target in value.get_target_inputs() if target.get_node().get_name() not in inside]
         if targets:
-            _replace(value, ops.gather(value, own_rows, np.int64(_ROWS)).output(0), targets)
+            kept = ops.gather(value, own_rows, np.int64(_ROWS)).output(0)
+            kept.get_tensor().set_names(value.get_tensor().get_names())
+            value.get_tensor().set_names(set())
+            for target in targets:
+                target.replace_source_output(kept)
 
 
 def _entering(region: Sequence[Node], inside: set[str]) -> list[tuple[Input, Output]]:
@@ -197,15 +190,6 @@ def _entering(region: Sequence[Node], inside: set[str]) -> list[tuple[Input, Out
             if value.get_node().get_name() not in inside and _has_rows(value):
                 found.append((node.input(place), value))
     return found
-
-
-def _replace(value: Output, by: Output, targets: Sequence[Input]) -> None:
-    """Give the `targets` another value, with the names of the first."""
-    tensor = value.get_tensor()
-    by.get_tensor().set_names(tensor.get_names())
-    tensor.set_names(set())
-    for target in targets:
-        target.replace_source_output(by)
 
 
 def _row_numbers(ops: Any, value: Output) -> tuple[Any, Any]:

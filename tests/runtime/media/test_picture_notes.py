@@ -1,18 +1,26 @@
-"""The lines about pictures that the model sees otherwise: the first of several frames, and 16 bits scaled to 8."""
+"""Notes about pictures that the model sees otherwise: in part, smaller, the first frame, with fewer bits."""
 
 from __future__ import annotations
 
 import io
+import json
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from PIL import Image
 
-from sinkprune import FirstFrameWarning, Pipeline
+from sinkprune import FirstFrameWarning, PartlySeenWarning, Pipeline, ScaledDownWarning
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.picture_warnings import scaled_down
 from support.programs.commands import run
 
 MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."
@@ -106,3 +114,79 @@ def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:
             answer = pipe.generate(picture, "What?", max_new_tokens=1)
     assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE}"]
     assert answer.images[0].layout.seen_share == 1
+
+
+@pytest.fixture(scope="module")
+def root(bundle: Callable[..., Path]) -> Path:
+    return bundle("qwen-tied")
+
+
+@pytest.fixture(scope="module")
+def family(root: Path) -> Family:
+    return load_family(read_bundle(root).manifest, None)
+
+
+@given(width=st.integers(1, 2000), height=st.integers(1, 2000))
+@example(width=14, height=415)
+def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, family: Family) -> None:
+    if max(width, height) > 200 * min(width, height):
+        return
+    layout = family.layout(Image.new("L", (width, height)))
+    assert layout.seen_size is not None
+    seen_width, seen_height = layout.seen_size
+    tower = family._tower  # type: ignore[attr-defined]
+    side = tower.patch_size * tower.merge_size
+    assert layout.tokens == seen_width * seen_height // side**2
+    most = family._processor._settings["max_pixels"]  # type: ignore[attr-defined]
+    if not round(width / side) or not round(height / side):
+        # Narrower than half a token: transformers resizes such a picture by the least number of pixels.
+        return
+    limited = round(width / side) * round(height / side) * side**2 > most
+    shrunk = seen_width * seen_height < 0.81 * width * height
+    if scaled_down(layout):
+        assert limited and shrunk
+    elif limited and shrunk:
+        # As small a change as that of rounding
+        assert width - seen_width <= side / 2 and height - seen_height <= side / 2
+
+
+def test_python_warns_once_for_each_size(root: Path, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(root)
+    with pytest.warns(ScaledDownWarning) as caught:
+        for size in ((1600, 1200), (1600, 1200), (56, 56), (1200, 1600)):
+            pipeline.generate(photo.resize(size), "What?", max_new_tokens=1)
+    sizes = [str(warning.message).split(" picture")[0] for warning in caught]
+    assert sizes == ["the model sees the 1600x1200", "the model sees the 1200x1600"]
+
+
+WIDE = (
+    "the model sees 56 % of the picture (the middle 720x720 of 1280x720). --fit pad shows it all (docs/pictures.md)."
+)
+TALL = "the model sees 50 % of the picture (the middle 60x60 of 60x120). --fit pad shows it all (docs/pictures.md)."
+
+
+def test_unseen_parts_are_reported_once_a_size(
+    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    words: list[Any] = []
+    for number, size in enumerate([(90, 90), (1280, 720), (60, 120), (1280, 720)]):
+        photo.resize(size).save(tmp_path / f"{number}.png", compress_level=1)
+        words += ["--image", tmp_path / f"{number}.png"]
+    root = bundle("gqa-112", budgets=("retain-64",), max_images=4)
+    outcome = run("sinkprune-run", root, *words, "--prompt", "What is this?", "--max-new-tokens", 2, "--json")
+    assert outcome.stderr == f"{tmp_path}/1.png: {WIDE}\n{tmp_path}/2.png: {TALL}\n"
+    assert json.loads(outcome.stdout)["seen_share"] == [1, pytest.approx(112 / 199), 0.5, pytest.approx(112 / 199)]
+
+
+def test_a_picture_that_is_seen_in_part_causes_a_warning(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
+    # Of a size of its own: other tests have used the pipeline, and each size causes a warning once.
+    photo = photo.resize((606, 404))
+    with pytest.warns(PartlySeenWarning, match=r"the model sees 67 % of the picture \(the middle 404x404") as caught:
+        pipe.generate(photo, "What?", max_new_tokens=1)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)

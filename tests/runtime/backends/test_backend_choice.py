@@ -1,8 +1,10 @@
-"""The types that backends compute in: rows rounded to int8 for quantised weights, or not."""
+"""The backend that runs where none is named, and the types that backends compute in."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,50 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.backends import load_backend
+from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.runtime.backends import known, load_backend
+from sinkprune.runtime.backends.known import quickest_backend
 from support.programs.commands import assert_refused, run
 from support.references.steps import QUESTION, ask
+
+PAIR = "ort-cpu+openvino"
+BOTH = {"onnxruntime", "openvino"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        (BOTH, PAIR),
+        ({*BOTH, "tensorrt", "tensorrt_rtx"}, PAIR),
+        ({"openvino"}, "openvino"),
+        ({"onnxruntime"}, "ort-cpu"),
+        # Its error says what to install.
+        ({"tensorrt"}, "ort-cpu"),
+        (set(), "ort-cpu"),
+    ],
+)
+def test_the_quickest_of_what_is_installed(installed: set[str], expected: str) -> None:
+    assert quickest_backend(installed.__contains__) == expected
+
+
+def test_it_runs_and_is_named(bundle: Callable[..., Path], photo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "is_installed", BOTH.__contains__)
+    question = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
+    assert f" ms in all on {PAIR}; visual tokens" in run("sinkprune-run", *question).stdout
+    assert json.loads(run("sinkprune-run", *question, "--json").stdout)["backend"] == PAIR
+    report = run("sinkprune-doctor", bundle("gqa-112"), "--json")
+    assert json.loads(report.stdout)["backend"] == PAIR
+    named = json.loads(run("sinkprune-run", *question, "--backend", "ort-cpu", "--json").stdout)
+    assert named["backend"] == "ort-cpu"
+
+
+def test_a_library_that_does_not_import_is_an_error(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "is_installed", BOTH.__contains__)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(BackendError, match=r"'ort-cpu\+openvino' needs openvino, .* take --backend ort-cpu\.$"):
+        Pipeline.load(bundle("gqa-112"))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -57,6 +99,7 @@ def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
         ("openvino", "int3", "unknown compute 'int3'. Known: fastest, bf16, fp32"),
         ("ort-cpu", "bf16", "backend 'ort-cpu' has fastest and fp32"),
         ("ort-cpu+openvino", "bf16", "backend 'ort-cpu+openvino' has fastest and fp32"),
+        ("openvino-gpu", "bf16", "backend 'openvino-gpu' has fastest and fp32"),
         ("ort-cuda", "fp32", "backend 'ort-cuda' computes in the types of the bundle's graphs. Leave"),
     ],
 )

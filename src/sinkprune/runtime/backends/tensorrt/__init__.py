@@ -1,1 +1,0 @@
-"""TensorRT and TensorRT-RTX."""
