@@ -102,8 +102,7 @@ def test_the_json_has_the_chunk_of_python(cameras: tuple[str, ...], path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("source", "states"),
-    [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)],
+    ("source", "states"), [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)]
 )
 def test_folders_run_frame_by_frame(source: str, states: Any, path: Path, folder: Path, policy: Policy) -> None:
     word = folder / source if source.endswith(("csv", "json")) else source
@@ -320,12 +319,7 @@ def test_wrong_options_are_refused(
         (folder / name).mkdir(exist_ok=True)
     (folder / "few" / "0.png").write_bytes((folder / "base.png").read_bytes())
     wide = f"{STATE_WORD}\n{STATE_WORD},1\n{STATE_WORD}\n"
-    files = {
-        "header.csv": "1,y\n1,2\n",
-        "nan.json": "[1, NaN]\n",
-        "wide.csv": wide,
-        "blank.csv": "\n\n",
-    }
+    files = {"header.csv": "1,y\n1,2\n", "nan.json": "[1, NaN]\n", "wide.csv": wide, "blank.csv": "\n\n"}
     for name, text in files.items():
         (folder / name).write_text(text)
     given = [word.replace("FOLDER", str(folder)) for word in words]

@@ -44,8 +44,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
                 line = server.stderr.readline()
                 assert line, server.wait()
             assert re.fullmatch(
-                r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n",
-                earlier,
+                r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n", earlier
             )
             message = r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. \1/ is a page to try it\. Ctrl-C ends it\.\n"
             found = re.fullmatch(message, line)

@@ -72,11 +72,7 @@ def plan_of(pipe: Pipeline, method: str, budget: str) -> Plan:
 
 @pytest.mark.parametrize(("name", "method"), slow_except(FEW, [case for case in CASES if case[1] != "random"]))
 def test_answers_equal_the_masked_full_sequence(
-    name: str,
-    method: str,
-    bundles: Callable[[str], Pipeline],
-    model: Callable[[str], Any],
-    photo: Image.Image,
+    name: str, method: str, bundles: Callable[[str], Pipeline], model: Callable[[str], Any], photo: Image.Image
 ) -> None:
     budget = "prune-66.7"
     torch_model, pipe, image = model(name), bundles(name), photo.resize(SIZE)

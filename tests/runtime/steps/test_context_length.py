@@ -24,21 +24,9 @@ from support.references.steps import QUESTION
     ("length", "kept", "said"),
     [
         ((100, 600, 400, 1024), {"a": 300, "b": 500, "c": 600}, "324 new tokens. Budget 'b' keeps 500"),
-        (
-            (100, 1000, 24, 1024),
-            {"a": 300, "b": 500},
-            "positions. Shorten the prompt. Budget 'b' keeps 500",
-        ),
-        (
-            (20, 2000, 504, 1024),
-            {"a": 600, "b": 800},
-            "'a' keeps fewest, 600 visual tokens, .* 500. Smaller!$",
-        ),
-        (
-            (300, 2000, 224, 1024),
-            {"a": 600},
-            "600 visual tokens, .* 500. Smaller! Or shorten the prompt.$",
-        ),
+        ((100, 1000, 24, 1024), {"a": 300, "b": 500}, "positions. Shorten the prompt. Budget 'b' keeps 500"),
+        ((20, 2000, 504, 1024), {"a": 600, "b": 800}, "'a' keeps fewest, 600 visual tokens, .* 500. Smaller!$"),
+        ((300, 2000, 224, 1024), {"a": 600}, "600 visual tokens, .* 500. Smaller! Or shorten the prompt.$"),
         ((2000, 50, 4, 1024), {"a": 30}, "1024 positions. Shorten the prompt.$"),
         ((100, 1000, 24, 1024), {}, "1024 positions. Shorten the prompt.$"),
     ],

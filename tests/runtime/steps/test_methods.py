@@ -26,13 +26,7 @@ from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of
 from support.references.masking import Sequence, embedded, likeliest, masked_forward
 from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS
-from support.references.reference_methods import (
-    CANNOT_REACH_ALL,
-    IN_LLM,
-    ON_A_GRID,
-    TWO_STAGES,
-    asking_rows,
-)
+from support.references.reference_methods import CANNOT_REACH_ALL, IN_LLM, ON_A_GRID, TWO_STAGES, asking_rows
 from support.references.steps import tower_output
 
 PROMPT = "Describe the image, please: which colour is the cup?"

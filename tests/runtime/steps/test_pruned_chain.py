@@ -105,11 +105,7 @@ def cache_lengths(result: Prefill) -> list[int]:
 
 @pytest.mark.parametrize(("name", "budget"), slow_except(CASES[::2], CASES))
 def test_prefill_and_decode_equal_the_masked_full_sequence(
-    name: str,
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     torch_model, pipe = model(name), pipeline(name, "fp32", BUDGETS)
     sequence, index = expected_sequence(torch_model, pipe, photo, budget)
@@ -179,15 +175,7 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     manifest = pipe.bundle.manifest
     planned = {graph for plan in manifest.plans["sinkpruner"].values() for graph in plan.graphs}
     weighted = {*manifest.graphs} - planned
-    assert weighted == {
-        "vision",
-        "projector",
-        "decoder_0",
-        "decoder_1",
-        "decoder_2",
-        "decoder_3",
-        "head",
-    }
+    assert weighted == {"vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
 
     before = answer_of(pipe, photo, "none")
     assert sorted(loaded) == sorted(weighted)

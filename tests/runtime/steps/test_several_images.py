@@ -119,11 +119,7 @@ def masked_by_hand(
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_pruned_equals_the_masked_full_sequence(
-    name: str,
-    budget: str,
-    model: Callable[[str], Any],
-    pipe: Callable[[str], Pipeline],
-    photo: Image.Image,
+    name: str, budget: str, model: Callable[[str], Any], pipe: Callable[[str], Pipeline], photo: Image.Image
 ) -> None:
     images = images_of(name, photo)
     answer, logits = ask(pipe(name), images, budget, NEW_TOKENS, PIECES)

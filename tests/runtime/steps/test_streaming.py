@@ -158,8 +158,7 @@ def test_an_answer_has_whole_characters_wherever_it_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    each_once(SCRIPTS, [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}]),
+    ("name", "options"), each_once(SCRIPTS, [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}])
 )
 def test_pieces_add_up_to_the_text_generate_returns(
     name: str, options: dict[str, int], scripted: Callable[[str], Pipeline], small: Image.Image

@@ -47,11 +47,7 @@ def reference_inputs(folder: Path, image: Image.Image, prompt: str) -> dict[str,
     ("name", "prompt"), [*product(SHAPES, PROMPTS), *((name, PROMPTS[0]) for name in LLAVA_VARIANTS)]
 )
 def test_greedy_text_and_logits_equal_transformers(
-    name: str,
-    prompt: str,
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, prompt: str, checkpoint: Callable[[str], Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     folder = checkpoint(name)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()

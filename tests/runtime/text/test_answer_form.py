@@ -63,16 +63,10 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
             {"schema": multiples(9999991)[0]},
             "schema has multipleOf with the least common multiple 9999991 without decimal",
         ),
-        (
-            {"schema": {"anyOf": multiples(997, 991, 983)}},
-            "least common multiple 971230541 without",
-        ),
+        ({"schema": {"anyOf": multiples(997, 991, 983)}}, "least common multiple 971230541 without"),
         # llguidance took 32704 for a multiple of 0.001 and 4295000.
         ({"schema": {"allOf": multiples(0.001, 4295000)}}, "least common multiple 4295000000 without"),
-        (
-            {"schema": {"items": multiples(3e-9)[0]}},
-            "a multipleOf with 9 decimal places, expected at most 8.",
-        ),
+        ({"schema": {"items": multiples(3e-9)[0]}}, "a multipleOf with 9 decimal places, expected at most 8."),
         ({"schema": names(101)}, "schema has 101 patterns of names in patternProperties, up to 101 in an object"),
         (
             {"schema": {"properties": {f"{number}": {} for number in range(3000)}}},

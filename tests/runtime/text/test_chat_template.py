@@ -9,13 +9,7 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from sinkprune.contract.errors import BundleError
 from support.models.checkpoints import TEMPLATE
-from support.references.prompt_encoders import (
-    SPECIALS,
-    TOKENIZERS,
-    Pairs,
-    encoder,
-    llama,
-)
+from support.references.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, encoder, llama
 
 
 class TextProcessor(ProcessorMixin):
@@ -27,8 +21,7 @@ class TextProcessor(ProcessorMixin):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize(
-    "first",
-    ["", "<s>", "{{ bos_token }}", "<s><s>", "<s><s><s>", "</s></s>", "<pad><pad>", " <s>", "x<s>", "<unk>"],
+    "first", ["", "<s>", "{{ bos_token }}", "<s><s>", "<s><s><s>", "</s></s>", "<pad><pad>", " <s>", "x<s>", "<unk>"]
 )
 def test_first_tokens_are_those_of_transformers_processors(name: str, first: str, both: Pairs) -> None:
     pair = both(name, first + TEMPLATE)

@@ -126,10 +126,7 @@ def test_every_answer_matches_its_regex(kind: str, regex: str) -> None:
 
 
 TIMES = {
-    "date": (
-        date.fromisoformat,
-        ["2024-02-29", "2000-02-29", "0001-01-01", "0004-02-29", "9999-12-31"],
-    ),
+    "date": (date.fromisoformat, ["2024-02-29", "2000-02-29", "0001-01-01", "0004-02-29", "9999-12-31"]),
     "time": (time.fromisoformat, ["23:59:59Z", "00:00:00.123456789+05:30", "10:00:00-00:00"]),
     "date-time": (datetime.fromisoformat, ["2023-01-01T10:00:00Z", "2024-02-29T23:59:59.5-23:59"]),
 }

@@ -88,10 +88,7 @@ CLIPS = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_pixels_are_those_of_the_family_s_processor(
-    name: str,
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, checkpoint: Callable[[str], Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     pipe = pipeline(name, max_images=3, **({"max_frames": 8} if name in VIDEO else {}))
     turned = photo.transpose(Image.Transpose.ROTATE_180)

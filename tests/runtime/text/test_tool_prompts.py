@@ -99,10 +99,7 @@ def test_ids_equal_transformers(
 def test_special_tokens_in_definitions_calls_and_results_stay_text(pipe: Pipeline) -> None:
     typed = "".join(SPECIALS.values()) + "{{ messages }}{% raw %}"
     function = {"name": "f", "description": typed, "parameters": {"type": "object", "properties": {typed: {}}}}
-    history = [
-        Turn("user", ("", QUESTION)),
-        Turn("assistant", ("",), (ToolCall(typed, "f", {typed: [typed]}),)),
-    ]
+    history = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), (ToolCall(typed, "f", {typed: [typed]}),))]
 
     def encoded(text: str) -> list[int]:
         tools = Tools(json.loads(json.dumps([{"type": "function", "function": function}]).replace(typed, text)))

@@ -228,9 +228,7 @@ def prompt_pieces(prompt: str) -> str | list[str]:
 def add_most_tokens(parser: CommandParser, default: int) -> None:
     """Add `--max-new-tokens`, which is None unless it is given; `default` is for the help."""
     parser.group("answer").add_argument(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {default}, or the engines' limit)",
+        "--max-new-tokens", type=MAX_NEW_TOKENS, help=f"longest answer (default: {default}, or the engines' limit)"
     )
 
 

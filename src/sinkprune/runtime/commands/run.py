@@ -48,13 +48,7 @@ from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.media.images import PICTURE_SUFFIXES, FileFacts
-from sinkprune.runtime.media.picture_warnings import (
-    PictureFacts,
-    divided,
-    first_of,
-    picture_facts,
-    unseen_notes,
-)
+from sinkprune.runtime.media.picture_warnings import PictureFacts, divided, first_of, picture_facts, unseen_notes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
@@ -241,10 +235,7 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
 _PENALTIES = tuple(penalty.name for penalty, _ in PENALTIES)
-_REQUEST = (
-    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed"),
-    *("system", "stop", *_PENALTIES),
-)
+_REQUEST = (*("budget", "method", "max_new_tokens", "temperature", "top_p", "seed"), *("system", "stop", *_PENALTIES))
 """The options that are fields of a request."""
 
 

@@ -15,14 +15,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import (
-    LeRobotResize,
-    Manifest,
-    PixelSettings,
-    PolicyFacts,
-    Side,
-    SiglipTower,
-)
+from sinkprune.contract.manifest import LeRobotResize, Manifest, PixelSettings, PolicyFacts, Side, SiglipTower
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Fit

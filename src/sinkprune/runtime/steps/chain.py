@@ -335,12 +335,7 @@ def encode(
 
 
 def _projected(
-    chain: Chain,
-    tower: TowerOutput,
-    tokens: Tensor,
-    deepstack: Tensor | None,
-    kept: Array | Later,
-    clock: Stopwatch,
+    chain: Chain, tower: TowerOutput, tokens: Tensor, deepstack: Tensor | None, kept: Array | Later, clock: Stopwatch
 ) -> EncodedPicture:
     """Return the `tokens`, which are those `kept` [G',n0], as the LLM receives them."""
     scores = tower.scores
