@@ -19,9 +19,10 @@ from sinkprune.deadlines import measuring
 from sinkprune.deadlines.costs import Prediction
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
+from sinkprune.runtime import loading
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.profiling.other_load import OtherLoad
-from sinkprune.runtime.steps import loaded_model, pictures
+from sinkprune.runtime.steps import pictures
 from sinkprune.serving.choice_scores import logits_of_rows
 from sinkprune.serving.forms import Grammars
 from support.programs.commands import run
@@ -98,7 +99,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), loaded_model.pixels_of, DeadlinePolicy.choose
+    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), loading.pixels_of, DeadlinePolicy.choose
     pipeline.warm_up(photo, QUESTION, seconds=0)
     seen, alive = list[Any](), list[Any]()
 
@@ -111,7 +112,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
         alive.append(seen[0]())
         return choose(*given)
 
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
+    monkeypatch.setattr(loading, "pixels_of", noted)
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]

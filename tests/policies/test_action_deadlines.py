@@ -22,7 +22,7 @@ from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place, Predictio
 from sinkprune.deadlines.policy import MARGIN, RequestHistory
 from sinkprune.policies.deadline import FEWEST_STEPS, ChunkDeadline, check_costs
 from sinkprune.policies.report import ActionDeadline, ActionReport
-from sinkprune.runtime.steps import loaded_model
+from sinkprune.runtime import loading
 from support.programs.commands import Terminal
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -246,7 +246,7 @@ def test_frames_are_freed_before_the_budget_is_chosen(
     warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    decoded, choose, seen, alive = loaded_model.pixels_of, ChunkDeadline.choose, list[Any](), list[Any]()
+    decoded, choose, seen, alive = loading.pixels_of, ChunkDeadline.choose, list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
         picture = decoded(*given)
@@ -257,7 +257,7 @@ def test_frames_are_freed_before_the_budget_is_chosen(
         alive.extend(picture() for picture in seen)
         return choose(*given)
 
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
+    monkeypatch.setattr(loading, "pixels_of", noted)
     monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
     act(warm, photo.copy())
     assert alive and all(picture is None for picture in alive)

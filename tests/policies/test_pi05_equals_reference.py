@@ -21,7 +21,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.families.pi0 import state_prompt
+from sinkprune.runtime.families.policies import state_prompt
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
 from support.references.pi05 import Pi05Reference, state_text

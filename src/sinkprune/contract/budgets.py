@@ -320,14 +320,14 @@ INTERNVL = _family(
     "internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL", QWEN_BUDGETS
 )
 PALIGEMMA = _family(
-    "paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma", QWEN_BUDGETS
+    "paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "policies:PaliGemma", QWEN_BUDGETS
 )
-PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
-PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
-PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "pi0:Pi0", QWEN_BUDGETS)
+PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "policies:Pi0", QWEN_BUDGETS)
+PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "policies:Pi0", QWEN_BUDGETS)
+PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "policies:Pi0", QWEN_BUDGETS)
 _OPENVLA = "OpenVLAForActionPrediction"
-OPENVLA = _family("openvla", _OPENVLA, "openvla:OpenVla", "openvla:OpenVla", QWEN_BUDGETS, "openvla:read_openvla")
-OPENVLA_OFT = _family("openvla_oft", _OPENVLA, "openvla:OpenVlaOft", "openvla:OpenVla", QWEN_BUDGETS)
+OPENVLA = _family("openvla", _OPENVLA, "openvla:OpenVla", "policies:OpenVla", QWEN_BUDGETS, "openvla:read_openvla")
+OPENVLA_OFT = _family("openvla_oft", _OPENVLA, "openvla:OpenVlaOft", "policies:OpenVla", QWEN_BUDGETS)
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

@@ -27,7 +27,7 @@ from sinkprune.runtime.families import FITS, Fit, load_family
 from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
 from sinkprune.runtime.families.llava_next import LlavaNextProcessor
-from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
+from sinkprune.runtime.families.policies import PaddedProcessor, ResizeWithPad
 from sinkprune.runtime.frames import COLUMNS_FIRST, FrameForm, FrameGraph, FrameInputs, joined
 from sinkprune.runtime.frames.graphs import bilinear_form, square_form
 from sinkprune.runtime.media.frame import Frame

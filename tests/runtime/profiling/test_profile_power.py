@@ -16,7 +16,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.commands.profile_options import wanted_sensor
+from sinkprune.runtime.commands.profile import wanted_sensor
 from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
 from sinkprune.runtime.power.sensors import Reading, Sensor
 from sinkprune.runtime.profiling.profile import ProfileRounds

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Stream, UsageError
+from sinkprune.runtime import loading
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.steps import loaded_model
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.pictures import pixels_of
@@ -157,7 +157,7 @@ def test_a_decoded_picture_is_freed_with_the_first_piece(
         held.append(weakref.ref(picture))
         return picture
 
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
+    monkeypatch.setattr(loading, "pixels_of", noted)
     stream = pipe.stream(str(photo_file), QUESTION, budget="retain-64", max_new_tokens=3, min_new_tokens=3)
     gc.disable()
     try:

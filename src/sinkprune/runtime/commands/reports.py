@@ -1,4 +1,4 @@
-"""Options and reports of commands that measure: JSON, plots, progress, and what Ctrl-C keeps."""
+"""What commands that measure have in common: options, folders of frames, reports, progress, and what Ctrl-C keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TypeVar
 from sinkprune.contract.checks import format_value, to_json
 from sinkprune.contract.command_line.options import CommandParser, write_each, write_output, write_result
 from sinkprune.contract.command_line.progress import status
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.runtime.commands.options import Options, beside_earlier
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
@@ -66,6 +68,22 @@ def write_report(
             write_output(options.plot, plot(report, options.plot.suffix))
 
     write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """Return what a folder of frames holds, without hidden files, in the order of `by_number`.
+
+    A folder among them is rejected when it is read, as a file that is no picture. Raises `ImageError`, and
+    `UsageError` for an unclear order.
+    """
+    if not folder.is_dir():
+        raise ImageError(
+            f"'{folder}' is no folder. --frames takes a folder of pictures; give single ones by --image."
+        )
+    files = by_number(path for path in folder.iterdir() if not path.name.startswith("."))
+    if not files:
+        raise ImageError(f"'{folder}' holds no files, expected pictures.")
+    return files
 
 
 def name_list(words: str) -> list[str]:
