@@ -102,7 +102,6 @@ class ProfileExtension:
     """
 
     def __init__(self, options: Options) -> None:
-        """Take the options, and check nothing yet."""
         self.options = options
 
     @staticmethod

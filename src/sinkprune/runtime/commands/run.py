@@ -142,7 +142,6 @@ def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> li
 
 
 def _note(file: Path, text: str) -> str:
-    """Print a note, and return it."""
     # The command has succeeded, also where stderr is closed.
     with suppress(OSError):
         sys.stderr.write(f"{escaped(str(file))}: {text}\n")
@@ -253,7 +252,6 @@ class RunExtension:
     """Whether `loaded` runs requests, so that the answer is not the first of the process."""
 
     def __init__(self, options: Options) -> None:
-        """Take the options, and check nothing yet."""
         self.options = options
 
     def check(self) -> None:
@@ -368,7 +366,6 @@ def _check_options(options: Options, extensions: Sequence[RunExtension]) -> None
 
 
 def _given_fields(options: Options) -> dict[str, Any]:
-    """Return the options that are fields of a request, without those that change nothing."""
     fields = {name: getattr(options, name) for name in _REQUEST}
     if options.max_new_tokens is None:
         del fields["max_new_tokens"]
@@ -395,8 +392,6 @@ def _answered(
 
 
 class _TokenCount(Observer):
-    """Reports the tokens of an answer as progress."""
-
     def __init__(self, progress: OnProgress, most: int) -> None:
         self._progress, self._most, self._count = progress, most, 0
 

@@ -159,7 +159,6 @@ class InternVL(SquarePictures):
         return self._processor.frame_plans(size)
 
     def check_video(self) -> None:
-        """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
     def sample_frames(self, video: Video) -> SampledFrames:

@@ -168,7 +168,6 @@ class SquareProcessor:
         return (edge, resized_long) if width <= height else (resized_long, edge)
 
     def _cropped(self, pixels: Array) -> Array:
-        """Return the central crop. A smaller image is padded with zeros."""
         height, width = (self._settings["crop_size"][side] for side in ("height", "width"))
         missing = (max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1]), 0)
         pixels = np.pad(pixels, [(-(-count // 2), count // 2) for count in missing])
@@ -258,11 +257,9 @@ class SquarePictures(Family):
         return [self._processor.frame_plan(size)]
 
     def check_video(self) -> None:
-        """Raise `VideoError`."""
         raise VideoError(self.no_video)
 
     def sample_frames(self, video: Video) -> SampledFrames:
-        """Raise `VideoError`."""
         raise VideoError(self.no_video)
 
     def smaller(self, share: Share) -> Family:
@@ -289,13 +286,11 @@ class SquarePictures(Family):
         return {}
 
     def _pixels(self, image: Image.Image) -> Array:
-        """Return [G,3,image_size,image_size] fp32."""
         values: Array = self._processor(image)
         return values[None]
 
     @property
     def _tower_flops(self) -> int:
-        """The tower's FLOPs on one group."""
         return self._flops_of(self._tower.patches)
 
     def _flops_of(self, tokens: int) -> int:

@@ -55,7 +55,6 @@ class PaddedSquare(ABC):
     """Resizes whole images into a square, and fills the rest of it."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take checked `settings`."""
         self._settings, self._side = settings, settings["pad_size"]["height"]
 
     @abstractmethod

@@ -331,7 +331,6 @@ def encode(
 
 
 def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
-    """Return the tower's `tokens` as the LLM receives them."""
     if chain.projector is None:
         return tokens
     return clock.timed("projector", chain.projector, {"tokens": tokens})["embeddings"]

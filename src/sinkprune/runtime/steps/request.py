@@ -290,7 +290,10 @@ def _turns(given: object) -> tuple[Turn, ...]:
             _check_text("text of a turn", text)
         calls = turn.tool_calls
         if type(calls) is not tuple or calls:
-            _check_calls(calls)
+            from sinkprune.runtime.text.tools import ToolCall
+
+            if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
+                raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
         if calls and turn.role != "assistant":
             raise UsageError(
                 f"history has a Turn of '{turn.role}' with tool_calls, expected them of an assistant only."
@@ -299,13 +302,6 @@ def _turns(given: object) -> tuple[Turn, ...]:
             check_call_id(turn.tool_call_id)
         turns.append(replace(turn, texts=texts, tool_calls=tuple(calls)))
     return tuple(turns)
-
-
-def _check_calls(calls: object) -> None:
-    from sinkprune.runtime.text.tools import ToolCall
-
-    if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
-        raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
 
 
 def _pair(given: object) -> tuple[Turn, object]:
