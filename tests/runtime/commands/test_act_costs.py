@@ -74,12 +74,6 @@ def kept(policy: Policy) -> ActionCosts:
     return costs
 
 
-def kept_file(policy: Policy, method: str) -> Path:
-    file = cache_file(policy.place, method)
-    assert file is not None
-    return file
-
-
 def test_costs_are_measured_once_and_again_if_wanted(act: Act, policy: Policy, measurements: list[str]) -> None:
     assert act().code == 0
     first = kept(policy)
@@ -97,7 +91,7 @@ def test_kept_costs_of_other_chunks_are_measured_anew(
 ) -> None:
     assert act("--budget", "prune-77.8").code == 0
     outcome = act("--budget", changed.get("budget", "prune-77.8"), cameras=changed.get("cameras", 1))
-    file = kept_file(policy, "sinkpruner")
+    file = cache_file(policy.place, "sinkpruner")
     of = "" if "budget" in changed else " of 'prune-77.8' and smaller budgets"
     assert (outcome.code, outcome.stderr) == (0, f"note: the costs{of} are kept in '{file}'.\n")
     assert len(measurements) == 2

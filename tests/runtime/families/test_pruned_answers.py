@@ -1,7 +1,4 @@
-"""Pruned answers equal the full sequence with the dropped tokens masked, in every family but LLaVA-1.5.
-
-`tests/runtime/steps/test_pruned_chain.py` has LLaVA-1.5.
-"""
+"""Pruned answers equal the masked full sequence, in every family but LLaVA-1.5 (`steps/test_pruned_chain.py`)."""
 
 from __future__ import annotations
 
@@ -35,6 +32,7 @@ from support.references.reference import one_stage
 from support.references.steps import QUESTION, ask
 
 NEW_TOKENS = 6
+SHORT: dict[str, Any] = {"prompt": QUESTION, "max_new_tokens": 1}
 NEXT_BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
 # The whole image and two, three and four tiles
 NEXT_SIZES = {(300, 150): 3, (100, 400): 4, (230, 200): 5}
@@ -173,38 +171,17 @@ def test_other_methods_keep_the_same_mean_of_every_tile(
     assert means == pytest.approx([means[0]] * len(methods), abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "budget", "lengths"),
-    [
+def test_fp16_keeps_the_same_lengths(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    for name, size, budget, lengths in (
         ("next", (230, 200), "retain-320", [75, 35, 35, 35, 35, 35]),
         ("qwen", (672, 560), "prune-88.9", [121, 49, 49, 49, 49, 49]),
-    ],
-)
-def test_fp16_keeps_the_same_lengths(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    lengths: list[int],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
-) -> None:
-    pipe = pipeline(name, "fp16", (budget,))
-    assert pipe.generate(photo.resize(size), QUESTION, budget=budget, max_new_tokens=3).tokens_per_layer == lengths
-
-
-def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
-    sizes = [(672, 560), (56, 56), (100, 400)]
-    first, again = (
-        [pipe.generate(photo.resize(size), QUESTION, budget="prune-77.8", max_new_tokens=4) for size in sizes]
-        for _ in range(2)
-    )
-    assert [answer.visual_tokens for answer in first] == [480, 4, 56]
-    assert [answer.token_ids for answer in first] == [answer.token_ids for answer in again]
+    ):
+        answer = pipeline(name, "fp16", (budget,)).generate(photo.resize(size), budget=budget, **SHORT)
+        assert answer.tokens_per_layer == lengths
 
 
 def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
     for budget in QWEN_BUDGETS:
         with pytest.raises(PruningError, match="1 visual token and the budget"):
-            pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)
+            pipe.generate(photo.resize((28, 28)), budget=budget, **SHORT)

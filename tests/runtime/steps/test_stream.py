@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -43,34 +42,20 @@ def new_stream(pipe: Pipeline, photo: Image.Image, tokens: int = 6, observer: Ob
 
 
 def test_the_answer_is_there_after_the_last_piece(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
+    stream, found = new_stream(pipe, photo), list[Answer]()
     with pytest.raises(UsageError, match=r"no answer yet\. Iterate to its end, or call rest"):
         stream.answer  # noqa: B018
-    pieces = list(stream)
-    assert isinstance(stream.answer, Answer)
+
+    def passed_on() -> Generator[str, None, None]:
+        found.append((yield from stream))
+
+    pieces = list(passed_on())
+    assert found == [stream.answer]
     assert "".join(pieces) == stream.answer.text
     assert (len(stream.answer.token_ids), stream.answer.finish) == (6, "length")
     # What is over stays over.
     assert next(stream, None) is None
     assert stream.answer.text == "".join(pieces)
-
-
-def test_it_is_a_generator_whose_value_is_the_answer(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
-    assert isinstance(stream, Generator)
-
-    def passed_on() -> Generator[str, None, Answer]:
-        return (yield from new_stream(pipe, photo))
-
-    pieces = passed_on()
-    with pytest.raises(StopIteration) as own:
-        while True:
-            next(stream)
-    with pytest.raises(StopIteration) as others:
-        while True:
-            pieces.send(None)
-    assert own.value.value is stream.answer
-    assert others.value.value.token_ids == stream.answer.token_ids
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
@@ -100,52 +85,38 @@ def test_a_cancelled_stream_ends_after_the_current_token(pieces: int, pipe: Pipe
     assert answer.ms["latency"] is not None
 
 
-def test_another_thread_may_cancel_while_a_token_is_computed(pipe: Pipeline, photo: Image.Image) -> None:
-    chosen: list[int] = []
-
-    class Canceller(Observer):
-        def chose(self, token: int, logits: object) -> None:
-            chosen.append(token)
-            if len(chosen) == 5:
-                thread = Thread(target=stream.cancel)
-                thread.start()
-                thread.join()
-
-    stream = new_stream(pipe, photo, 40, Canceller())
-    assert "".join(stream) == stream.answer.text
-    assert (stream.answer.finish, stream.answer.token_ids) == ("cancelled", chosen)
-    assert len(chosen) == 5
-
-
 def test_a_closed_stream_has_no_answer(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo, 40)
-    next(stream)
-    stream.close()
-    assert list(stream) == []
-    with pytest.raises(UsageError, match="was closed"):
-        stream.answer  # noqa: B018
+    def throw(stream: Stream) -> None:
+        with pytest.raises(KeyError, match="mine"):
+            stream.throw(KeyError("mine"))
+
+    for end in (Stream.close, throw):
+        stream = new_stream(pipe, photo, 40)
+        next(stream)
+        end(stream)
+        assert list(stream) == []
+        with pytest.raises(UsageError, match="was closed"):
+            stream.answer  # noqa: B018
 
 
-def test_an_exception_thrown_in_ends_it(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo, 40)
-    next(stream)
-    with pytest.raises(KeyError, match="mine"):
-        stream.throw(KeyError("mine"))
-    assert list(stream) == []
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What is unreferenced is freed at once; what is in a circle stays."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_a_stream_that_nobody_holds_is_freed_at_once(pipe: Pipeline, photo: Image.Image) -> None:
     observer = Observer()
     stream, held = new_stream(pipe, photo, 40, observer), weakref.ref(observer)
     next(stream)
-    gc.disable()
-    try:
-        del stream, observer
-        assert held() is None
-    finally:
-        gc.enable()
+    del stream, observer
+    assert held() is None
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_a_decoded_picture_is_freed_with_the_first_piece(
     pipe: Pipeline, photo_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,14 +130,11 @@ def test_a_decoded_picture_is_freed_with_the_first_piece(
 
     monkeypatch.setattr(loading, "pixels_of", noted)
     stream = pipe.stream(str(photo_file), QUESTION, budget="retain-64", max_new_tokens=3, min_new_tokens=3)
-    gc.disable()
-    try:
-        stream.step()
-        assert [one() for one in held] == [None]
-    finally:
-        gc.enable()
+    stream.step()
+    assert [one() for one in held] == [None]
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_the_tower_s_inputs_are_freed_before_the_prefill(pipe: Pipeline, photo: Image.Image) -> None:
     """Those of large pictures take hundreds of MB."""
     inputs, alive = list[weakref.ref[Any]](), list[Any]()
@@ -178,11 +146,7 @@ def test_the_tower_s_inputs_are_freed_before_the_prefill(pipe: Pipeline, photo: 
         def encoded(self, pictures: Sequence[EncodedPicture]) -> None:
             alive.extend(one() for one in inputs)
 
-    gc.disable()
-    try:
-        pipe.generate(photo, QUESTION, budget="retain-64", max_new_tokens=1, observer=Held())
-    finally:
-        gc.enable()
+    pipe.generate(photo, QUESTION, budget="retain-64", max_new_tokens=1, observer=Held())
     assert alive and all(array is None for array in alive)
 
 

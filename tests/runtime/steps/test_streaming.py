@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from itertools import cycle
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tokenizers import Tokenizer, models
-from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from sinkprune import Pipeline
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.steps.answer import Answer
-from support.models.checkpoints import IMAGE_TOKEN, Shape, as_llama, make_checkpoint, with_specials
-from support.programs.slow_cases import each_once
+from sinkprune.runtime.text.answer_tokens import Sampler
+from support.models.checkpoints import IMAGE_TOKEN, as_llama, with_specials
 
 STOP = 2
 FIRST_BYTE = 3
@@ -37,14 +34,13 @@ SCRIPTS = {
     "whole": [*in_bytes("é日🙂"), word(0), STOP, word(1), word(2), word(3)],
     "half then stop": [word(0), in_bytes("é")[0], STOP, word(1)],
     "half then word": [word(0), *in_bytes("🙂")[:2], word(1), word(2), STOP, word(3)],
-    "whole, half, word": [*in_bytes("日"), in_bytes("🙂")[0], word(1), STOP, word(2)],
-    "ordinary stop token": [word(0), word(1), word(9), word(2)],
     "words": [word(0), word(1), word(2), STOP, word(3)],
 }
-"""What the models below say. They say each token after the one before it, so none may occur twice."""
+"""The tokens that the sampler gives, over and over."""
+Say = Callable[..., tuple[list[str], Any]]
 
 
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+def byte_fallback_tokenizer() -> Tokenizer:
     """Bytes and words, as in Llama's vocabulary: bytes are no special tokens."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": STOP}
     vocabulary |= {f"<0x{byte:02X}>": FIRST_BYTE + byte for byte in range(256)}
@@ -53,68 +49,29 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
         vocabulary[f"▁w{len(vocabulary) - FIRST_WORD}"] = len(vocabulary)
     vocabulary |= {"<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    return with_specials(as_llama(backend), ("<unk>", "<s>", "</s>", "<image>", "<pad>"))
+    return with_specials(as_llama(backend), ("<unk>", "<s>", "</s>", "<image>", "<pad>")).backend_tokenizer
 
 
-def make_scripted_checkpoint(folder: Path, script: list[int]) -> Path:
-    """A checkpoint that answers any prompt with `script`, over and over.
+@pytest.fixture
+def say(pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Returns the pieces and the answer of a pipeline whose sampler gives a script."""
+    pipe = pipeline("gqa-112")
+    assert [*pipe.bundle.manifest.tokens.stop] == [STOP]
+    monkeypatch.setattr(pipe.prompts, "tokenizer", byte_fallback_tokenizer())
 
-    Its blocks add nothing to the residual stream, so the head sees the last token's embedding; the head's row of each
-    token is the embedding of the token it follows.
-    """
-    assert len(set(script)) == len(script)
-    make_checkpoint(folder, Shape(image_size=112, num_layers=4))
-    tokenizer = byte_fallback_tokenizer()
-    tokenizer.save_pretrained(folder)
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    language_model = model.model.language_model
-    last_of_prompt = tokenizer("ASSISTANT:")["input_ids"][-1]
-    with torch.no_grad():
-        for layer in language_model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        table = torch.nn.functional.normalize(language_model.embed_tokens.weight, dim=1)
-        language_model.embed_tokens.weight.copy_(table)
-        model.lm_head.weight.zero_()
-        for before, token in zip([last_of_prompt, script[-1], *script], [script[0], *script], strict=False):
-            model.lm_head.weight[token] += table[before]
-    model.generation_config.eos_token_id = [STOP, word(9)]
-    model.save_pretrained(folder)
-    return folder
+    def said(name: str, **options: Any) -> tuple[list[str], Any]:
+        tokens = cycle(SCRIPTS[name])
+        allowed = lambda logits: next(token for token in tokens if np.isfinite(logits[token]))  # noqa: E731
+        monkeypatch.setattr(Sampler, "_sampled", lambda _, logits: allowed(logits))
+        # A greedy answer leaves its logits on the device.
+        stream, pieces = pipe.stream(photo, "What is this?", temperature=1.0, **options), list[str]()
+        while True:
+            try:
+                pieces.append(next(stream))
+            except StopIteration as end:
+                return pieces, end.value
 
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipeline]:
-    """A real pipeline over a checkpoint that says what `SCRIPTS` holds under a name."""
-    made: dict[str, Pipeline] = {}
-
-    def get(name: str) -> Pipeline:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("scripted")
-            make_scripted_checkpoint(folder / "checkpoint", SCRIPTS[name])
-            request = ExportRequest(str(folder / "checkpoint"), budgets=("retain-64",))
-            export_bundle(request, folder / "bundle")
-            made[name] = Pipeline.load(folder / "bundle")
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def small() -> Image.Image:
-    """An image; the scripted models do not look at it."""
-    return Image.new("RGB", (112, 112), (90, 120, 30))
-
-
-def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[list[str], Answer]:
-    """The pieces `stream` yields and the answer it returns."""
-    pieces: list[str] = []
-    stream = pipe.stream(image, "What is this?", **options)  # type: ignore[arg-type]
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            return pieces, end.value
+    return said
 
 
 @pytest.mark.parametrize(
@@ -124,7 +81,6 @@ def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[lis
         ("words", {}, ["w0", " w1", " w2"], "stop", 4),
         ("words", {"max_new_tokens": 4}, ["w0", " w1", " w2"], "stop", 4),
         ("words", {"max_new_tokens": 3}, ["w0", " w1", " w2"], "length", 3),
-        ("ordinary stop token", {}, ["w0", " w1"], "stop", 3),
         # Half a character before the end is no text.
         ("half then stop", {}, ["w0"], "stop", 3),
         # Half a character that is never completed waits for the next word.
@@ -132,56 +88,26 @@ def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[lis
     ],
 )
 def test_characters_come_whole_and_stop_tokens_are_not_shown(
-    name: str,
-    options: dict[str, object],
-    expected: list[str],
-    finish: str,
-    tokens: int,
-    scripted: Callable[[str], Pipeline],
-    small: Image.Image,
+    name: str, options: dict[str, object], expected: list[str], finish: str, tokens: int, say: Say
 ) -> None:
-    pieces, answer = streamed(scripted(name), small, **options)
+    pieces, answer = say(name, **options)
     assert (pieces, answer.text, answer.finish) == (expected, "".join(expected), finish)
     assert answer.token_ids == SCRIPTS[name][:tokens]
 
 
-@pytest.mark.parametrize("length", range(1, 11))
-def test_an_answer_has_whole_characters_wherever_it_is_cut(
-    length: int, scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("whole"), small, max_new_tokens=length)
-    assert answer.finish == "length"
-    assert answer.token_ids == SCRIPTS["whole"][:length]
+def test_an_answer_has_whole_characters_wherever_it_is_cut(say: Say) -> None:
     ends = {"é": 2, "日": 5, "🙂": 9, " w0": 10}
-    assert answer.text == "".join(part for part, end in ends.items() if end <= length)
-    assert "".join(pieces) == answer.text
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), each_once(SCRIPTS, [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}])
-)
-def test_pieces_add_up_to_the_text_generate_returns(
-    name: str, options: dict[str, int], scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pipe = scripted(name)
-    pieces, answer = streamed(pipe, small, **options)
-    heard: list[str] = []
-    whole = pipe.generate(small, "What is this?", on_text=heard.append, **options)
-    assert all(pieces)
-    assert heard == pieces
-    assert "".join(pieces) == answer.text == whole.text
-    assert whole.token_ids == answer.token_ids
+    for length in range(1, 11):
+        pieces, answer = say("whole", max_new_tokens=length)
+        assert (answer.finish, answer.token_ids) == ("length", SCRIPTS["whole"][:length])
+        assert answer.text == "".join(part for part, end in ends.items() if end <= length) == "".join(pieces)
 
 
 @pytest.mark.parametrize("least", [0, 3, 4, 8, 12])
-def test_no_stop_token_is_generated_before_min_new_tokens(
-    least: int, scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    script = SCRIPTS["words"]
-    _, answer = streamed(scripted("words"), small, min_new_tokens=least, max_new_tokens=12)
-    assert answer.token_ids[:3] == script[:3]
-    assert STOP not in answer.token_ids[:least] and len(answer.token_ids) >= least
+def test_no_stop_token_is_generated_before_min_new_tokens(least: int, say: Say) -> None:
+    _, answer = say("words", min_new_tokens=least, max_new_tokens=12)
+    ids = answer.token_ids
+    assert STOP not in ids[:least] and len(ids) >= least and ids[:3] == SCRIPTS["words"][:3]
     if least <= 3:
-        assert answer.token_ids == script[: script.index(STOP) + 1]
-    assert answer.finish == ("stop" if STOP in answer.token_ids else "length")
-    assert "</s>" not in answer.text
+        assert ids == SCRIPTS["words"][:4]
+    assert answer.finish == ("stop" if STOP in ids else "length") and "</s>" not in answer.text

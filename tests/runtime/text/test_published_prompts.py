@@ -52,9 +52,7 @@ def user(*parts: Any) -> dict[str, Any]:
 CONVERSATIONS = {
     "picture first": [user(ONE, "What is it?")],
     "text first": [user("What is it?", ONE)],
-    "words around": [user("See ", ONE, "?")],
     "two within": [user("Before:", ONE, "and after:", TWO, "What has changed?")],
-    "two after two texts": [user("Look at both.", "What differs?", ONE, TWO)],
     "three, and empty texts": [user("", ONE, " ", TWO, "", "\n Wie groß? ", THREE, "What differs? ", "")],
     "a system message, and pictures in two turns": [
         {"role": "system", "content": "  Be brief.\n"},

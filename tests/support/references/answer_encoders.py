@@ -1,12 +1,17 @@
-"""Encoders with tokenizers of each kind: what starts an answer differs."""
+"""Encoders with tokenizers of each kind, in which what starts an answer differs; and answers of random logits."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, models
 
 from sinkprune.contract.manifest import Tokens
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
 from support.models.checkpoints import as_llama
 from support.models.qwen_checkpoints import qwen_tokenizer
@@ -16,6 +21,8 @@ POCKET = ROOT / "src/sinkprune/demo/pocket"
 _TEMPLATE = b"{{ messages[0]['content'] }}"
 STOP = {"pocket": (2,), "qwen": (372, 370), "llama": (2,)}
 """The stop tokens, by the name of the kind."""
+VOCABULARY = 700
+"""Larger than the tokenizers'."""
 
 
 def answer_encoder(kind: str) -> PromptEncoder:
@@ -32,6 +39,32 @@ def answer_encoder(kind: str) -> PromptEncoder:
         image = names["<|image_pad|>"]
         return PromptEncoder(backend.to_str().encode(), _TEMPLATE, Tokens(image, STOP[kind], "", "<|im_end|>"))
     return PromptEncoder(_llama().to_str().encode(), _TEMPLATE, Tokens(3, STOP[kind], "<s>", "</s>"))
+
+
+def random_answer(
+    encoder: PromptEncoder,
+    stop: Sequence[int],
+    constraint: Any,
+    sampler: Sampler,
+    seed: int | None,
+    most: int,
+    wanted: Iterable[int] = (),
+) -> tuple[str, list[int], bool]:
+    """Return the text of random logits that favour the tokens `wanted`, its tokens, and whether it ended."""
+    tokenizer, generator = encoder.tokenizer, np.random.default_rng(seed)
+    text, ids, favoured = AnswerText(tokenizer, stop), list[int](), [*wanted]
+    # Tokens that end something are likelier, so that answers end.
+    ends = [one for one in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(one))]
+    while not text.stopped and not constraint.complete and len(ids) < most:
+        logits = generator.normal(size=VOCABULARY) * 3
+        logits[[*ends, *stop]] += 4
+        if favoured:
+            logits[favoured.pop(0)] += 100
+        ids.append(sampler(logits, constraint.allowed(VOCABULARY)))
+        constraint.accept(ids[-1])
+        text.add(ids[-1])
+    text.end()
+    return text.text, ids, text.stopped or constraint.complete
 
 
 def _llama() -> Tokenizer:

@@ -1,4 +1,7 @@
-"""Requests at budgets with option `tower`: what is kept, reported, drawn and reused, by places of the grid."""
+"""Requests at budgets with options `tower` and `bars`: what is kept, reported, drawn and reused.
+
+A tower with `tower` merges tokens. With `bars`, tokens on the bars of padded pictures never enter it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
-from sinkprune.contract.budgets import MERGING_TOWER
+from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, parse_budget
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.manifest import SiglipTower
@@ -21,16 +24,16 @@ from sinkprune.deadlines.policy import schedules_up_to
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.overlay import overlay, token_fates
+from sinkprune.runtime.overlay import overlay, token_fates, token_map
 from sinkprune.runtime.steps.decoding import first_logits
 from sinkprune.serving.sessions import Session
 from support.references.masking import Sequence, embedded, masked_forward
-from support.references.reference import sanitize
+from support.references.reference import one_stage, sanitize
 from support.references.steps import watched
 
 Array = np.ndarray[Any, Any]
 PROMPT = "Describe the image, please: which colour is the cup?"
-PLAIN, MERGING = "retain-64", "retain-64+tower"
+PLAIN, MERGING, BARLESS = "retain-64", "retain-64+tower", "retain-64+bars"
 ROBOT = Path(__file__).parents[3] / "demo/pocket-robot"
 
 
@@ -39,15 +42,28 @@ def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
     return pipeline("gqa-112", "fp32", (PLAIN, MERGING))
 
 
-def tower_of(chain: Any, inputs: dict[str, Array]) -> dict[str, Array]:
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = tmp_path_factory.mktemp("policy") / "robot"
+    budgets = ("prune-80", "prune-80+tower", "prune-80+bars")
+    export_bundle(ExportRequest(str(ROBOT), budgets=budgets, max_images=2), folder)
+    return Policy.load(folder)
+
+
+def acted(policy: Policy, cameras: list[Any], budget: str) -> Any:
+    noise = np.random.default_rng(0).standard_normal((policy.facts.chunk, policy.facts.action_dim)).astype(np.float32)
+    return policy.act(cameras, "pick the red star", [*policy.facts.usual_state], budget=budget, noise=noise)
+
+
+def tower_of(chain: Any, tower: str, inputs: dict[str, Array]) -> dict[str, Array]:
     given = {name: chain.backend.tensor(array) for name, array in inputs.items()}
-    return {name: chain.backend.numpy(array) for name, array in chain.plan_engine(MERGING_TOWER)(given).items()}
+    return {name: chain.backend.numpy(array) for name, array in chain.plan_engine(tower)(given).items()}
 
 
 def test_an_answer_equals_the_reference_on_the_merged_tokens(
     pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
-    found = tower_of(pipe.chain, pipe.family.inputs(photo))
+    found = tower_of(pipe.chain, MERGING_TOWER, pipe.family.inputs(photo))
     norms, salience, merged = (found[name][0] for name in ("norms", "salience", "merged"))
     # As many of 64 tokens as without the option, of 32 that are left.
     rows, index = sanitize(found["tokens"][0], norms, salience, reserve=7, diverse=7)
@@ -121,21 +137,6 @@ def test_weights_are_stored_once(bundle: Callable[..., Path]) -> None:
         assert merging.manifest.files[file] == spec, file
 
 
-@pytest.mark.parametrize(
-    ("name", "budget", "words"),
-    [
-        ("qwen", "prune-80+tower", "budget 'prune-80.tower': option 'tower' is for CLIP and SigLIP towers"),
-        ("siglip-2", "retain-64+tower", "of a few blocks at least"),
-        ("gqa-112", "retain-192+tower", "keeps 43 of 64 tokens before the LLM, .* leaves 32. Choose a smaller"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused(
-    name: str, budget: str, words: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pytest.raises(BudgetError, match=words):
-        export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
-
-
 def test_methods_that_read_the_grid_are_left_out(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     missed: list[Any] = []
     request = ExportRequest(
@@ -154,23 +155,108 @@ def test_methods_that_read_the_grid_are_left_out(checkpoint: Callable[[str], Pat
             assert len(answer.images[0].index[0]) == answer.tokens_per_layer[0]
 
 
-def test_each_camera_has_its_own_places(tmp_path: Path, photo: Image.Image) -> None:
-    export_bundle(ExportRequest(str(ROBOT), budgets=("prune-80", "prune-80+tower"), max_images=2), tmp_path / "robot")
-    policy = Policy.load(tmp_path / "robot")
-    cameras, state = [photo, photo.rotate(90, expand=True)], [*policy.facts.usual_state]
-    noise = np.random.default_rng(0).standard_normal((policy.facts.chunk, policy.facts.action_dim)).astype(np.float32)
-    report = policy.act(cameras, "pick the red star", state, budget="prune-80+tower", noise=noise)
-    plain = policy.act(cameras, "pick the red star", state, budget="prune-80", noise=noise)
+def test_each_camera_has_its_own_places(policy: Policy, photo: Image.Image) -> None:
+    cameras = [photo, photo.rotate(90, expand=True)]
+    report, plain = acted(policy, cameras, "prune-80+tower"), acted(policy, cameras, "prune-80")
     assert report.tokens_per_layer == plain.tokens_per_layer
     assert report.flops.tower < 0.7 * plain.flops.tower
+    left = 144 - sum(merges_of(policy.bundle.manifest.tower(SiglipTower)).values())
     for number, kept in enumerate(report.images):
         one = [camera if place == number else None for place, camera in enumerate(cameras)]
-        alone = policy.act(one, "pick the red star", state, budget="prune-80+tower", noise=noise).images[0]
+        alone = acted(policy, one, "prune-80+tower").images[0]
         np.testing.assert_array_equal(kept.index, alone.index)
         np.testing.assert_array_equal(kept.merged, alone.merged)
-        assert kept.merged is not None and set(kept.index[0]) <= set(kept.merged[0])
-        assert (
-            len(set(kept.merged[0])) == 144 - sum(merges_of(policy.bundle.manifest.tower(SiglipTower)).values()) == 72
-        )
+        assert set(kept.index[0]) <= set(kept.merged[0]) and len(set(kept.merged[0])) == left == 72
     with pytest.raises((BudgetError, UsageError), match="tower"):
+        state = [*policy.facts.usual_state]
         policy.warm_up(cameras, "pick the red star", state, budget="prune-80+tower", seconds=0)
+
+
+def off_bars(side: int, patch: int, left: int, top: int, width: int, height: int) -> list[int]:
+    """Return the patches of a square with a pixel of the picture in it, pixel by pixel."""
+    square = np.zeros((side, side), bool)
+    square[top : top + height, left : left + width] = True
+    blocks = square.reshape(side // patch, patch, side // patch, patch).any(axis=(1, 3))
+    return np.flatnonzero(blocks).tolist()
+
+
+def test_an_answer_is_that_of_the_tokens_off_the_bars(
+    bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = Pipeline.load(bundle("gqa-112", "fp32", (PLAIN, BARLESS)), fit="pad")
+    places = off_bars(600, 75, 0, 100, 600, 400)
+    assert len(places) == 48
+    given = {**pipe.family.inputs(photo), "places": np.array([places])}
+    found = {name: array[0] for name, array in tower_of(pipe.chain, BARLESS_TOWER, given).items()}
+    budget, layers = parse_budget("llava", PLAIN), pipe.bundle.manifest.language_model.num_layers
+    counts, (left,) = budget.resolve(48), one_stage(budget, 48, layers).values()
+    _, index = sanitize(
+        found["tokens"], found["norms"], found["salience"], reserve=counts.reserve, diverse=counts.diverse
+    )
+    steps = watched(pipe, photo, PROMPT, budget=BARLESS, max_new_tokens=1)
+    (kept,) = steps.answer.images
+    assert kept.index[0].tolist() == index
+    np.testing.assert_array_equal(kept.norms[0], found["norms"])
+    assert steps.answer.visual_tokens == 48
+    assert steps.answer.tokens_per_layer[0] - steps.answer.tokens_per_layer[-1] == counts.kept - left
+    every = pipe.family.layout(photo)
+    np.testing.assert_array_equal(kept.layout.boxes, every.boxes[places])
+    assert kept.layout.tower_flops < 0.8 * every.tower_flops
+    assert "padding" not in {one.name for one in token_map("sinkpruner", kept).classes}
+    cropped = pipeline("gqa-112", "fp32", (PLAIN, BARLESS))
+    answers = [cropped.generate(photo, PROMPT, budget=name, max_new_tokens=4) for name in (PLAIN, BARLESS)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].images[0].index.tolist() == answers[1].images[0].index.tolist()
+
+
+@pytest.mark.parametrize("sizes", [(96, 96), (96, 72), (54, 96)])
+def test_each_camera_keeps_the_positions_off_its_bars(
+    sizes: tuple[int, int], policy: Policy, photo: Image.Image
+) -> None:
+    cameras: list[Any] = [photo.resize((96, 96)), photo.resize(sizes)]
+    report = acted(policy, cameras, "prune-80+bars")
+    for number, kept in enumerate(report.images):
+        places = off_bars(96, 8, 0, 0, *cameras[number].size)
+        assert kept.layout.places is not None
+        assert kept.layout.places.tolist() == [places]
+        assert len(kept.norms[0]) == kept.layout.tokens == len(places)
+        counts = parse_budget("pi0", "prune-80").resolve(len(places))
+        assert len(kept.index[0]) == counts.kept
+        # Cameras of one number of tokens share a call of the tower.
+        alone = acted(
+            policy, [one if place == number else None for place, one in enumerate(cameras)], "prune-80+bars"
+        )
+        np.testing.assert_array_equal(kept.index, alone.images[0].index)
+        np.testing.assert_allclose(kept.norms, alone.images[0].norms, rtol=1e-5)
+    if sizes == (96, 96):
+        plain = acted(policy, cameras, "prune-80")
+        np.testing.assert_array_equal(report.actions, plain.actions)
+        assert report.flops == plain.flops
+
+
+def test_openvino_gives_the_same_tokens(policy: Policy, photo: Image.Image) -> None:
+    other = Policy.load(policy.bundle, backend="openvino", compute="fp32")
+    cameras = [photo.resize((96, 72)), photo.resize((54, 96))]
+    for found, expected in zip(
+        *(acted(one, cameras, "prune-80+bars").images for one in (other, policy)), strict=True
+    ):
+        np.testing.assert_array_equal(found.index, expected.index)
+        np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "words"),
+    [
+        ("qwen", "prune-80+tower", "budget 'prune-80.tower': option 'tower' is for CLIP and SigLIP towers"),
+        ("siglip-2", "retain-64+tower", "of a few blocks at least"),
+        ("gqa-112", "retain-192+tower", "keeps 43 of 64 tokens before the LLM, .* leaves 32. Choose a smaller"),
+        ("qwen", "prune-80+bars", "budget 'prune-80.bars': option 'bars' is for families that see one padded square"),
+        ("next", "retain-160+bars", "option 'bars' is for families that see one padded square"),
+        ("gqa-112", "retain-64+tower+bars", "options 'tower' and 'bars' are for a tower each"),
+    ],
+)
+def test_what_no_tower_can_do_is_refused(
+    name: str, budget: str, words: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(BudgetError, match=words):
+        export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
