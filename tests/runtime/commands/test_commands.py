@@ -265,11 +265,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, OUTPUT), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
 def test_an_answer_moves_no_cursor(
-    stream: type[io.StringIO],
-    shown: str,
-    bundle: Bundles,
-    photo_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stream: type[io.StringIO], shown: str, bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rest = Stream.rest
 

@@ -31,6 +31,8 @@ from support.references.pruned_prompts import prompt_rows, sanitized
 from support.references.reference import one_stage
 from support.references.steps import QUESTION, ask
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 NEW_TOKENS = 6
 SHORT: dict[str, Any] = {"prompt": QUESTION, "max_new_tokens": 1}
 NEXT_BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
@@ -108,12 +110,7 @@ def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, 
     ],
 )
 def test_tiles_are_pruned_apart(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: tuple[int, int], budget: str, model: Models, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     pipe = pipeline(name, **(OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": NEXT_BUDGETS}))
     groups = {**NEXT_SIZES, **INTERNVL_SIZES, (99, 99): 1}[size]
@@ -122,20 +119,13 @@ def test_tiles_are_pruned_apart(
 
 @pytest.mark.parametrize(("name", "size", "budget"), [*every(4, QWEN_CASES), *PALIGEMMA_CASES])
 def test_images_in_one_group(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: tuple[int, int], budget: str, model: Models, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     assert_equals_masked(model(name), pipeline(name, "fp32", QWEN_BUDGETS), photo.resize(size), budget, 1)
 
 
 @pytest.mark.parametrize(("name", "budget"), [*CLIPS, *each_once(INTERNVL_SHAPES, INTERNVL_BUDGETS[::2])])
-def test_clips(
-    name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_clips(name: str, budget: str, model: Models, pipeline: Pipelines, photo: Image.Image) -> None:
     groups = 8 if name in INTERNVL_SHAPES else 1
     pipe = pipeline(name, **(OF_INTERNVL if groups > 1 else {"budgets": VIDEO_BUDGETS, "max_frames": 8}))
     assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, groups)
@@ -153,12 +143,7 @@ def test_clips(
     ],
 )
 def test_other_methods_keep_the_same_mean_of_every_tile(
-    name: str,
-    budget: str,
-    methods: tuple[str, ...],
-    checkpoint: Callable[[str], Path],
-    photo: Image.Image,
-    tmp_path: Path,
+    name: str, budget: str, methods: tuple[str, ...], checkpoint: Folders, photo: Image.Image, tmp_path: Path
 ) -> None:
     source = checkpoint(name)
     request = ExportRequest(str(source), budgets=(budget,), **{**every_method(source), "methods": methods})
@@ -171,7 +156,7 @@ def test_other_methods_keep_the_same_mean_of_every_tile(
     assert means == pytest.approx([means[0]] * len(methods), abs=0.5)
 
 
-def test_fp16_keeps_the_same_lengths(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_fp16_keeps_the_same_lengths(pipeline: Pipelines, photo: Image.Image) -> None:
     for name, size, budget, lengths in (
         ("next", (230, 200), "retain-320", [75, 35, 35, 35, 35, 35]),
         ("qwen", (672, 560), "prune-88.9", [121, 49, 49, 49, 49, 49]),
@@ -180,7 +165,7 @@ def test_fp16_keeps_the_same_lengths(pipeline: Callable[..., Pipeline], photo: I
         assert answer.tokens_per_layer == lengths
 
 
-def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Pipelines, photo: Image.Image) -> None:
     pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
     for budget in QWEN_BUDGETS:
         with pytest.raises(PruningError, match="1 visual token and the budget"):

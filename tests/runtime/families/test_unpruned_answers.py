@@ -28,6 +28,8 @@ from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, ask, watched
 from support.references.transformers_answers import greedy_answer
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 IMAGES = [
     # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone
     *each_once(NEXT_SHAPES, [(224, 224), (640, 210), (150, 500), (30, 20), (900, 20)]),
@@ -64,12 +66,7 @@ def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeli
 
 @pytest.mark.parametrize(("name", "size"), IMAGES, ids=str)
 def test_answers_about_images(
-    name: str,
-    size: tuple[int, int],
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: tuple[int, int], model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     folder, image = checkpoint(name), photo.resize(size)
     inputs = reference_inputs(name, folder, [image], QUESTION)
@@ -81,12 +78,7 @@ def test_answers_about_images(
 
 @pytest.mark.parametrize(("name", "fps"), CLIPS)
 def test_answers_about_clips(
-    name: str,
-    fps: float,
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, fps: float, model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     """Ragged windows; 8 frames make 4 groups, or 8 in InternVL."""
     options = OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": VIDEO_BUDGETS, "max_frames": 8}
@@ -97,7 +89,7 @@ def test_answers_about_clips(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_norms_and_logits_in_fp16_are_close(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_norms_and_logits_in_fp16_are_close(name: str, pipeline: Pipelines, photo: Image.Image) -> None:
     whole, half = (
         watched(pipe, photo, max_new_tokens=1)
         for pipe in (pipeline(name), pipeline(name, "fp16", ("retain-64", "retain-64+compact")))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
@@ -27,7 +26,8 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.overlay import overlay, token_fates, token_map
 from sinkprune.runtime.steps.decoding import first_logits
 from sinkprune.serving.sessions import Session
-from support.references.masking import Sequence, embedded, masked_forward
+from support.references.masking import masked_forward
+from support.references.pruned_prompts import prompt_rows
 from support.references.reference import one_stage, sanitize
 from support.references.steps import watched
 
@@ -68,13 +68,7 @@ def test_an_answer_equals_the_reference_on_the_merged_tokens(
     # As many of 64 tokens as without the option, of 32 that are left.
     rows, index = sanitize(found["tokens"][0], norms, salience, reserve=7, diverse=7)
     torch_model = model("gqa-112")
-    with torch.no_grad():
-        image = torch_model.model.multi_modal_projector(torch.from_numpy(rows)[None])[0].numpy()
-    question = pipe.prompts.encode(["", PROMPT])
-    before, after = (embedded(torch_model, ids) for ids in (question.texts[0], question.texts[-1]))
-    start, end = len(before), len(before) + len(image)
-    whole = np.concatenate([before, image, after])
-    sequence = Sequence(whole, list(range(start, end)), list(range(end, len(whole))))
+    sequence = prompt_rows(torch_model, pipe, photo, PROMPT, rows, [index], None)
     masked = masked_forward(torch_model, sequence, PLAIN, {1: 7})
 
     steps = watched(pipe, photo, PROMPT, budget=MERGING, max_new_tokens=1)

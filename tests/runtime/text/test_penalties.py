@@ -20,6 +20,8 @@ from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 OPTIONS = {"max_new_tokens": 24, "min_new_tokens": 24}
 
 
@@ -57,9 +59,9 @@ def assert_equals(
 def test_answers_about_images_equal_transformers(
     name: str,
     penalty: float,
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
+    model: Models,
+    checkpoint: Folders,
+    pipeline: Pipelines,
     photo: Image.Image,
     penalised: list[set[int]],
 ) -> None:
@@ -68,11 +70,7 @@ def test_answers_about_images_equal_transformers(
 
 
 def test_answers_about_clips_equal_transformers(
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
-    penalised: list[set[int]],
+    model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image, penalised: list[set[int]]
 ) -> None:
     """The token of clips is another than that of images."""
     name = "qwen"
@@ -83,7 +81,7 @@ def test_answers_about_clips_equal_transformers(
 
 
 def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
-    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+    checkpoint: Folders, photo: Image.Image, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint("gqa-112"), folder)
