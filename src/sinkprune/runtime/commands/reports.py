@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from PIL import Image
+
 from sinkprune.contract.checks import format_value, to_json
 from sinkprune.contract.command_line.options import CommandParser, write_each, write_output, write_result
 from sinkprune.contract.command_line.progress import status
@@ -16,6 +18,9 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.runtime.commands.options import Options, beside_earlier
+from sinkprune.runtime.commands.run import note_files, note_first, unseen
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.picture_warnings import PictureFacts
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 R = TypeVar("R")
@@ -84,6 +89,24 @@ def frame_files(folder: Path) -> list[Path]:
     if not files:
         raise ImageError(f"'{folder}' holds no files, expected pictures.")
     return files
+
+
+def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
+    """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
+
+    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
+    first that the family rejects.
+    """
+    notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
+    of_size: dict[tuple[int, int], list[str]] = {}
+    for name, facts in pictures.items():
+        of_size.setdefault(facts.size, []).append(name)
+    found = list[tuple[Path, str]]()
+    for size, names in of_size.items():
+        # A layout depends on the size alone, and data has thousands of pictures.
+        texts = unseen(family, names[0], Image.new("L", size))
+        found += [(Path(name), texts[0]) for name in names if texts]
+    return notes + note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
 
 
 def name_list(words: str) -> list[str]:

@@ -48,7 +48,7 @@ from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.media.images import PICTURE_SUFFIXES, FileFacts
-from sinkprune.runtime.media.picture_warnings import PictureFacts, divided, first_of, picture_facts, unseen_notes
+from sinkprune.runtime.media.picture_warnings import divided, first_of, picture_facts, unseen_notes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
@@ -85,7 +85,7 @@ def note_sizes(family: Family, files: Sequence[Path], pictures: Sequence[Picture
     for file, picture in zip(files, pictures, strict=True):
         first.setdefault(picture.size, (file, picture))
     for file, picture in first.values():
-        notes += [_note(file, text) for text in _unseen(family, file, picture)]
+        notes += [_note(file, text) for text in unseen(family, file, picture)]
     return notes
 
 
@@ -104,36 +104,18 @@ def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
     darkest = [(file, divided(largest)) for file, largest in sorted(wide, key=lambda each: each[1])]
     several = [(file, first_of(own.frames)) for file, own in facts.items() if own.frames > 1]
     return [
-        *_note_first(darkest, "file has 16 bits", "files have 16 bits"),
-        *_note_first(several, "file has several frames", "files have several frames"),
+        *note_first(darkest, "file has 16 bits", "files have 16 bits"),
+        *note_first(several, "file has several frames", "files have several frames"),
     ]
 
 
-def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
-    """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
-
-    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
-    first that the family rejects.
-    """
-    notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
-    of_size: dict[tuple[int, int], list[str]] = {}
-    for name, facts in pictures.items():
-        of_size.setdefault(facts.size, []).append(name)
-    found = list[tuple[Path, str]]()
-    for size, names in of_size.items():
-        # A layout depends on the size alone, and data has thousands of pictures.
-        unseen = _unseen(family, names[0], Image.new("L", size))
-        found += [(Path(name), unseen[0]) for name in names if unseen]
-    return notes + _note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
-
-
-def _unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
+def unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
     """Return what `unseen_notes` does; raises `ImageError` with the file's name for what the family rejects."""
     with named_in_errors(file):
         return unseen_notes(family.layout(picture))
 
 
-def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
+def note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
     """Print a note on the first file, with the number of the others, and return it in a list; none without files."""
     if not found:
         return []

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import creation_checks_options, format_value
+from sinkprune.contract.checks import creation_checks_options, format_value, type_name
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, decoded_text
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, PolicyFacts, Tokens
@@ -133,6 +133,21 @@ def check_call_id(given: object) -> None:
         raise UsageError(
             f"the id of a tool call is {format_value(given)}, expected 1 to {_ID_CHARACTERS} printable characters."
         )
+
+
+def check_text(name: str, text: object) -> None:
+    """Reject what is neither a text nor a tuple of texts; raises `PromptError`, which calls it `name`."""
+    if isinstance(text, tuple):
+        for part in text:
+            check_text(name, part)
+        return
+    if not isinstance(text, str):
+        raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Halves of surrogate pairs, which stand for bytes that are no text.
+        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.") from error
 
 
 def call_text(name: str, arguments: str) -> str:
