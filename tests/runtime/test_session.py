@@ -32,10 +32,8 @@ def test_what_holds_engines_stays_in_its_process(
 ) -> None:
     pipe, policy = pipeline("gqa-112"), Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
     for name, held in (("Pipeline", pipe), ("Policy", policy), ("Session", Session(pipe))):
-        for sent in (held, [held]):
-            if send is not copy.copy or sent is held:
-                with pytest.raises(TypeError, match=f"a {name} cannot be copied or sent .* Load the bundle in the"):
-                    send(sent)
+        with pytest.raises(TypeError, match=f"a {name} cannot be copied or sent .* Load the bundle in the"):
+            send(held)
 
 
 def answered(answering: Pipeline | Session, picture: object, question: object, **options: object) -> Watched:

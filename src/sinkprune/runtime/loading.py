@@ -212,11 +212,7 @@ class LoadedModel(NamedTuple):
         return self.family.inputs(picture)
 
     def load_plans(self, method: str, progress: OnProgress) -> None:
-        """Load the pruning graphs of all budgets of a method, so that no request waits for them.
-
-        `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
-        have.
-        """
+        """Load the pruning graphs of all budgets of a method; as `Pipeline.load_plans`."""
         self.manifest.plan(method, UNPRUNED)
         plans = self.manifest.plans[method]
         for done, plan in enumerate(plans.values()):
@@ -283,7 +279,11 @@ def load_model(
         own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
         return backend.load_decoder(model(graph), manifest.cache, own)
 
-    family = load_family(manifest, fit)
+    family, frames = load_family(manifest, fit), None
+    if backend.prepares_frames and (form := family.frame_form()) is not None:
+        from sinkprune.runtime.frames import FrameGraph
+
+        frames = FrameGraph(backend, form)
     return LoadedModel(
         manifest,
         built.limits if built else None,
@@ -292,14 +292,5 @@ def load_model(
         Embedding(bundle.files[EMBEDDING], manifest),
         Chain(manifest, backend, load, load_decoder, progress),
         PictureWarnings(),
-        _load_frames(backend, family),
+        frames,
     )
-
-
-def _load_frames(backend: Backend, family: Family) -> FrameGraph | None:
-    if not backend.prepares_frames:
-        return None
-    from sinkprune.runtime.frames import FrameGraph
-
-    form = family.frame_form()
-    return None if form is None else FrameGraph(backend, form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,10 @@ def test_clips_and_video_files(value: str, pipeline: Callable[..., Pipeline]) ->
     outcome(lambda: VideoFile(odd), "path")
 
 
-LOADED = [
-    (name, value)
-    for name in (
-        *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
-        *("wrap", "fit", "during"),
-    )
-    for value in ODD
-    # Any function is a valid value there.
-    if not (callable(ODD[value]()) and name in ("wrap", "during"))
-]
+OF_LOADING = ("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by", "fit")
+# Any function is a valid value of hooks.
+HOOKED = [(name, value) for name in ("wrap", "during") for value in ODD if not callable(ODD[value]())]
+LOADED = [*product(OF_LOADING, ODD), *HOOKED]
 
 
 @pytest.mark.parametrize(("name", "value"), slow_except(LOADED[::6], LOADED))

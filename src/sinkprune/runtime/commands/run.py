@@ -55,15 +55,7 @@ from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system import usable_cores
-from sinkprune.runtime.text.answer_tokens import (
-    FREQUENCY_PENALTY,
-    PENALTIES,
-    PRESENCE_PENALTY,
-    REPETITION_PENALTY,
-    SEED,
-    TEMPERATURE,
-    TOP_P,
-)
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P
 
 
 def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
@@ -435,14 +427,15 @@ def _parser() -> CommandParser:
         help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
     )
     add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
+    (repetition, _), *others = PENALTIES
     add(
         "--repetition-penalty",
-        type=REPETITION_PENALTY,
+        type=repetition,
         metavar="FACTOR",
         help="above 1, tokens of the prompt and the answer become less likely; 1 changes nothing (default: the "
         "checkpoint's)",
     )
-    for penalty, times in ((PRESENCE_PENALTY, "once"), (FREQUENCY_PENALTY, "each time")):
+    for (penalty, _), times in zip(others, ("once", "each time"), strict=True):
         add(
             f"--{penalty.name.replace('_', '-')}",
             type=penalty,
