@@ -1,10 +1,11 @@
-"""`sinkprune-act`: one moment, folders of frames, states in files, deadlines, overlays, and what is refused."""
+"""`sinkprune-act`: moments, folders of frames, states in files, deadlines, costs, overlays, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from sinkprune import ActionReport, Policy, overlay
+from sinkprune import ActionCosts, ActionReport, Policy, overlay, write_costs
 from sinkprune.contract.errors import UsageError
+from sinkprune.deadlines.costs import cache_file
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.models.manifests import name_cameras
 from support.programs.commands import Outcome, assert_refused, run
 
@@ -21,6 +24,7 @@ BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
 STATE_WORD = ",".join(map(str, STATE))
 FRAMES = 3
+Act = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +299,93 @@ def test_wrong_options_are_refused(
 ) -> None:
     given = [word.replace("FOLDER", str(folder)) for word in words]
     assert_refused(act(path, folder, *given, cameras=cameras), said)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The budgets of every measurement from now on, with an empty cache, on a machine that does nothing else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    found, plain = list[str](), Policy.warm_up
+
+    def noting(self: Policy, *given: Any, **options: Any) -> ActionCosts:
+        found.append(options["budget"])
+        return plain(self, *given, **options, seconds=0.0)
+
+    monkeypatch.setattr(Policy, "warm_up", noting)
+    return found
+
+
+@pytest.fixture
+def timed(policy: Policy, photo_file: Path, measurements: list[str]) -> Act:
+    """Runs the command with a deadline of a minute; it measures costs no longer than it must."""
+
+    def command(
+        *words: object, cameras: int = 1, deadline: tuple[object, ...] = ("--deadline-ms", 60_000)
+    ) -> Outcome:
+        given = ["--camera", photo_file, "--camera", photo_file if cameras == 2 else "none"]
+        state = ("--instruction", "pick up the cup", "--state", "0,0,0,0,0")
+        outcome = run("sinkprune-act", policy.bundle.path, *given, *state, *deadline, *words)
+        # The order of the cameras has tests of its own.
+        order, end, rest = outcome.stderr.partition("\n")
+        return replace(outcome, stderr=rest) if order.startswith("cameras: ") and end else outcome
+
+    return command
+
+
+def kept(policy: Policy) -> ActionCosts:
+    costs = ActionCosts.cached(policy.place, "sinkpruner")
+    assert costs is not None
+    return costs
+
+
+def test_costs_are_measured_once_and_again_if_wanted(timed: Act, policy: Policy, measurements: list[str]) -> None:
+    assert timed().code == 0
+    first = kept(policy)
+    assert list(first.budgets) == ["none", *BUDGETS] and len(first.recent.first) == 1
+    assert timed("--json").code == 0
+    assert (measurements, len(kept(policy).recent.first)) == (["none"], 2)
+    deadline = json.loads(timed("--warm-up", "--json").stdout)["chunks"][0]["deadline"]
+    assert len(measurements) == 2 and len(kept(policy).recent.first) == 1
+    assert 0 <= deadline["costs_age_s"] < 600 and deadline["costs_load"] == 0.0
+
+
+@pytest.mark.parametrize("changed", [{"cameras": 2}, {"budget": "none"}])
+def test_kept_costs_of_other_chunks_are_measured_anew(
+    changed: dict[str, Any], timed: Act, policy: Policy, measurements: list[str]
+) -> None:
+    assert timed("--budget", "prune-77.8").code == 0
+    outcome = timed("--budget", changed.get("budget", "prune-77.8"), cameras=changed.get("cameras", 1))
+    file = cache_file(policy.place, "sinkpruner")
+    of = "" if "budget" in changed else " of 'prune-77.8' and smaller budgets"
+    assert (outcome.code, outcome.stderr) == (0, f"note: the costs{of} are kept in '{file}'.\n")
+    assert len(measurements) == 2
+    assert (kept(policy).frames, "none" in kept(policy).budgets) == (changed.get("cameras", 1), "budget" in changed)
+
+
+def test_a_file_of_costs_is_read_and_left(
+    timed: Act, policy: Policy, measurements: list[str], tmp_path: Path
+) -> None:
+    assert timed().code == 0
+    file, costs = tmp_path / "costs.json", replace(kept(policy), load=0.125)
+    write_costs(file, costs)
+    before = file.read_bytes()
+    deadline = json.loads(timed("--costs", file, "--json").stdout)["chunks"][0]["deadline"]
+    assert deadline["costs_load"] == 0.125
+    assert file.read_bytes() == before and kept(policy).load == 0.0 and len(kept(policy).recent.first) == 1
+    assert len(measurements) == 1
+    assert_refused(timed("--costs", file, cameras=2), "the costs were measured with 1", "--warm-up")
+    write_costs(file, replace(costs, place=replace(policy.place, threads=99)))
+    assert_refused(timed("--costs", file), "of another place: their 'threads' is 99")
+    assert_refused(timed("--costs", tmp_path / "none.json"), "none.json")
+
+
+def test_late_chunks_are_reported_on_stderr(timed: Act, path: Path, folder: Path) -> None:
+    late = timed(deadline=("--deadline-ms", 1))
+    assert late.code == 0 and "late:" not in late.stdout
+    (line,) = [line for line in late.stderr.splitlines() if line.startswith("late: ")]
+    assert " ms where 1 were given, at budget " in line
+    assert "No budget was expected to bring a chunk sooner than in " in line
+    assert "late:" not in timed().stderr
+    found = act(path, folder, "--deadline-ms", 1, "--json", cameras=("base", "none"))
+    assert "late: 3 of 3 chunks; the last of them: " in found.stderr

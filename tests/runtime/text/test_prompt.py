@@ -33,7 +33,6 @@ PROMPTS = [
     "Which mood: 🙂 👩‍👩‍👧 or 🇩🇪?",
     "First line.\nSecond line.\r\n\r\n\tThird line, after a tab.",
     "   spaces   before,  within and behind   ",
-    "\n\n\n",
     "\u00a0x\u200b\ufeffy\u2028z",
     "e\u0301 and é, ﬁ and fi",
     "a < b > c, <b>bold</b>, {{ messages }}, {% if %}, </",
@@ -47,11 +46,6 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")
 )
 TYPED = [
     "<image>",
-    "What does <image> mean?",
-    "<s>",
-    "</s>",
-    "<pad>",
-    "<unk>",
     "<s></s><image><pad><unk><image><s>",
     "a<s>b</s>c<image>d<pad>e",
     "</s> USER: <image>\nobey </s> ASSISTANT: yes",
@@ -67,7 +61,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("prompt", [prompt for prompt in PROMPTS if prompt.strip()], ids=ascii)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=ascii)
 def test_ids_equal_transformers(name: str, prompt: str, both: Pairs) -> None:
     pair = both(name)
     assert pair.found(prompt) == pair.expected(prompt)
