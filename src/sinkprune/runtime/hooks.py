@@ -253,7 +253,6 @@ def write(draft: Draft) -> Generator[str, None, Written]:
         finish = "stop" if text.stopped or tokens.complete else budgets.finish(len(ids))
         if finish:
             piece += text.end()
-            finish = "stop" if text.stopped else finish
         text_ms += ms_since(began)
         yield piece
         # After the piece, because its reader takes time, and may cancel.
