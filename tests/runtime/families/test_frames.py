@@ -293,6 +293,7 @@ def test_a_session_recognises_arrays_and_other_tensors_are_rejected(
     for tensor, advice in others:
         with pytest.raises(ImageError, match=advice):
             session.generate(tensor, "What is this?")
+    by_graph.clear()
     options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
     gpu: Any = OnGpu(pixels)
     for picture in (pixels, np.ascontiguousarray(pixels[..., ::-1])[..., ::-1], Image.fromarray(pixels)):
