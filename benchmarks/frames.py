@@ -20,7 +20,7 @@ from PIL import Image
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
-from sinkprune.runtime.families.pi0 import ResizeWithPad
+from sinkprune.runtime.families.policies import ResizeWithPad
 from sinkprune.runtime.frames import FrameGraph, bilinear_form, square_form
 from sinkprune.runtime.media.frame import Frame
 

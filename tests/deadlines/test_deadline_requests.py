@@ -26,10 +26,11 @@ from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
+from sinkprune.runtime import loading
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.profiling.other_load import OtherLoad
-from sinkprune.runtime.steps import loaded_model, pictures
+from sinkprune.runtime.steps import pictures
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.serving.choice_scores import logits_of_rows
@@ -265,7 +266,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    pipeline, decoded, choose = loaded(bundle), loaded_model.pixels_of, DeadlinePolicy.choose
+    pipeline, decoded, choose = loaded(bundle), loading.pixels_of, DeadlinePolicy.choose
     seen, alive = list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
@@ -277,7 +278,7 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
         alive.append(seen[0]())
         return choose(*given)
 
-    monkeypatch.setattr(loaded_model, "pixels_of", noted)
+    monkeypatch.setattr(loading, "pixels_of", noted)
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]

@@ -24,7 +24,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies import chunk
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.families.pi0 import state_prompt
+from sinkprune.runtime.families.policies import state_prompt
 from support.models.pi0_checkpoints import EXPERT
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows

@@ -161,25 +161,23 @@ def test_the_arguments_of_the_page_are_known(monkeypatch: pytest.MonkeyPatch) ->
     [command] = [text for _, text in ALL if text.startswith("serve run sinkprune")]
     _, _, place, *pairs = command.split()
     assert place == f"{build.__module__}:{build.__name__}"
-    options = replicas._parse(dict(pair.split("=") for pair in pairs))
-    assert (options.bundle, options.replicas) == (Path("demo-output/bundle").absolute(), 2)
-    assert (options.sessions, options.budget, options.threads) == (True, BUDGET, 2)
-    [config] = [
-        yaml.safe_load(block.text) for block in blocks() if block.page == "ray.md" and block.language == "yaml"
-    ]
-    [application] = config["applications"]
+    [config] = [block.text for block in blocks() if (block.page, block.language) == ("ray.md", "yaml")]
+    [application] = yaml.safe_load(config)["applications"]
     assert application["import_path"] == place
-    options = replicas._parse(application["args"])
-    assert (options.bundle, options.replicas, options.sessions) == (Path("/srv/bundle"), 2, True)
+    for given, bundle in (
+        (dict(pair.split("=") for pair in pairs), "demo-output/bundle"),
+        (application["args"], "/srv/bundle"),
+    ):
+        options = replicas._parse(given)
+        assert (options.bundle, options.replicas, options.sessions) == (Path(bundle).absolute(), 2, True)
     assert not replicas._parse({"bundle": "b", "sessions": "false"}).sessions
 
 
-def test_a_wrong_budget_is_refused_before_a_replica_starts(path: Path) -> None:
+def test_a_wrong_budget_and_a_missing_package_are_refused_before_a_replica_starts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BudgetError, match="retain-63"):
         build({"bundle": str(path), "budget": "retain-63"})
-
-
-def test_without_the_extra_it_names_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"'ray', which is not installed.*pip install --editable '\.\[ray\]'"):
         build({"bundle": str(path)})

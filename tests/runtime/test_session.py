@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline, Policy, Session
-from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
 from sinkprune.serving import sessions as prefix_cache
 from support.programs.slow_cases import each_once, slow_except
@@ -33,10 +32,8 @@ def test_what_holds_engines_stays_in_its_process(
 ) -> None:
     pipe, policy = pipeline("gqa-112"), Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
     for name, held in (("Pipeline", pipe), ("Policy", policy), ("Session", Session(pipe))):
-        for sent in (held, [held]):
-            if send is not copy.copy or sent is held:
-                with pytest.raises(TypeError, match=f"a {name} cannot be copied or sent .* Load the bundle in the"):
-                    send(sent)
+        with pytest.raises(TypeError, match=f"a {name} cannot be copied or sent .* Load the bundle in the"):
+            send(held)
 
 
 def answered(answering: Pipeline | Session, picture: object, question: object, **options: object) -> Watched:
@@ -131,12 +128,6 @@ def test_no_layer_runs_the_same_text_twice(bundle: Callable[..., Path], photo: I
         assert ran == [rows - known for rows, known in zip(whole, own, strict=True)], (question, budget)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_with_quantised_weights(weights: WeightsName, bundle: Callable[..., Path], photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), weights=weights))
-    assert_second_is_whole(pipeline, photo, budget="retain-64")
-
-
 @pytest.mark.parametrize(
     ("name", "budget"),
     slow_except(
@@ -151,18 +142,18 @@ def test_every_family(name: str, budget: str, pipeline: Callable[..., Pipeline],
     assert_another_picture_is_whole(pipeline(name, "fp32", budgets), photo.resize((300, 200)), budget=budget)
 
 
-@pytest.mark.parametrize("name", ["qwen-tied", "qwen3-vl"])
-def test_clips(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_clips_weights_and_several_pictures(
+    pipeline: Callable[..., Pipeline], bundle: Callable[..., Path], photo: Image.Image
+) -> None:
     clip = Clip([photo.rotate(turn).resize((120, 90)) for turn in (0, 20, 40, 60)], fps=2)
-    pipe = pipeline(name, "fp32", ("prune-66.7",), max_frames=8)
-    assert_second_is_whole(pipe, clip, budget="prune-66.7")
-
-
-def test_several_pictures_with_texts_between(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    for name in ("qwen-tied", "qwen3-vl"):
+        pipe = pipeline(name, "fp32", ("prune-66.7",), max_frames=8)
+        assert_second_is_whole(pipe, clip, budget="prune-66.7")
+    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), weights="int4"))
+    assert_second_is_whole(pipe, photo, budget="retain-64")
     pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=3)
-    pictures = [photo, photo.rotate(90)]
     questions = [["First:", "Second:", FIRST], ["First:", "Second:", SECOND]]
-    assert_second_is_whole(pipe, pictures, questions, budget="retain-64")
+    assert_second_is_whole(pipe, [photo, photo.rotate(90)], questions, budget="retain-64")
 
 
 @pytest.fixture(autouse=True)
@@ -187,32 +178,24 @@ def test_a_conversation_reuses_its_earlier_words(pipe: Pipeline, photo: Image.Im
     assert 0 == reused[0] < found.rows.visual[-1] < reused[1] < reused[2] < found.rows.length
 
 
-def test_the_same_question_twice_computes_its_last_row(pipe: Pipeline, photo: Image.Image) -> None:
-    session = Session(pipe)
-    answered(session, photo, FIRST)
-    found = answered(session, photo, FIRST)
-    assert_same(found, answered(pipe, photo, FIRST))
-    assert found.answer.reused_rows == found.rows.length - 1
-
-
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
+def test_what_differs_before_the_question_is_computed_anew(pipe: Pipeline, photo: Image.Image) -> None:
+    cases: list[tuple[dict[str, object], bool]] = [
         ({"budget": "retain-192"}, False),
         ({"budget": "none"}, False),
         ({"budget": "retain-64", "system": "Answer in one word."}, False),
         ({"budget": "retain-64", "temperature": 0.5, "seed": 3}, True),
-    ],
-)
-def test_what_differs_before_the_question_is_computed_anew(
-    options: dict[str, object], rows: bool, pipe: Pipeline, photo: Image.Image
-) -> None:
-    session = Session(pipe)
-    answered(session, photo, FIRST, budget="retain-64")
-    found = answered(session, photo, SECOND, **options)
-    assert_same(found, answered(pipe, photo, SECOND, **options))
-    assert found.answer.reused_towers == 1
-    assert reuses_pictures(found) == rows
+    ]
+    for options, rows in cases:
+        session = Session(pipe)
+        answered(session, photo, FIRST, budget="retain-64")
+        found = answered(session, photo, SECOND, **options)
+        assert_same(found, answered(pipe, photo, SECOND, **options))
+        assert found.answer.reused_towers == 1
+        assert reuses_pictures(found) == rows, options
+    # The same question computes its last row.
+    first, again = answered(session, photo, FIRST), answered(session, photo, FIRST)
+    assert_same(again, first)
+    assert again.answer.reused_rows == again.rows.length - 1
 
 
 def test_answers_that_reuse_rows_of_pictures_do_not_correct_the_costs(
@@ -232,7 +215,11 @@ def test_answers_that_reuse_rows_of_pictures_do_not_correct_the_costs(
 def test_one_pixel_makes_another_picture(pipe: Pipeline, photo: Image.Image) -> None:
     session, other = Session(pipe), photo.copy()
     other.putpixel((0, 0), (1, 2, 3))
-    answered(session, photo, FIRST)
+    # Later answers of the session have the same arrays.
+    kept = answered(session, photo, FIRST).answer.kept
+    for array in (kept.norms, kept.salience, kept.index):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
     found = answered(session, other, FIRST)
     assert found.answer.reused_towers == 0 and not reuses_pictures(found)
     assert_same(found, answered(pipe, other, FIRST))
@@ -252,9 +239,6 @@ def test_memory_is_bounded_and_the_oldest_goes_first(pipe: Pipeline, photo: Imag
         reused.append(reuses_pictures(found))
         assert 0 < session.nbytes <= most
     assert reused == [False, False, True, False, True, False]
-
-
-def test_a_session_without_room_stores_nothing(pipe: Pipeline, photo: Image.Image) -> None:
     session = Session(pipe, max_bytes=0)
     for _ in range(2):
         found = answered(session, photo, FIRST)
@@ -286,12 +270,3 @@ def test_an_answer_that_goes_on_leaves_the_memory_as_it_is(pipe: Pipeline, photo
     for found, question in zip(others, (SECOND, FIRST), strict=True):
         assert_same(found, answered(pipe, photo, question))
     assert long.rest().token_ids == pipe.generate(photo, FIRST, max_new_tokens=40, min_new_tokens=40).token_ids
-
-
-def test_arrays_of_an_answer_cannot_be_changed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    """Later answers of the session have the same."""
-    session = Session(pipeline("gqa-112"))
-    kept = session.generate(photo, "What?", budget="retain-64", max_new_tokens=1).kept
-    for array in (kept.norms, kept.salience, kept.index):
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0

@@ -1,4 +1,4 @@
-"""Answers of a model in a given form: schemas, regular expressions and closed lists, on every kind of pipeline."""
+"""Answers in a given form: schemas, regular expressions and closed lists, of pipelines and of `sinkprune-run`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from PIL import Image
 from sinkprune import Pipeline, PruningError, Session, UsageError
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
+from support.programs.commands import assert_refused, run
 from support.references.prompt_encoders import POCKET
 
 COLOURS = ["red", "green", "blue", "yellow", "orange", "purple"]
@@ -30,6 +31,7 @@ SCENE = {
     "additionalProperties": False,
 }
 QUESTION = "What is in the picture?"
+ASK = ("--prompt", QUESTION)
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +103,69 @@ def test_an_answer_that_is_cut_has_the_reason_and_the_beginning(pipe: Pipeline, 
     assert stream.rest().finish == "cancelled"
 
 
-@pytest.mark.parametrize("choice", [(), []])
-def test_an_empty_closed_list_is_refused(
-    choice: object, pipeline: Callable[..., Pipeline], photo: Image.Image
+def test_an_empty_closed_list_is_refused_and_so_is_pruning_without_a_picture(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
-    with pytest.raises(UsageError, match="expected 2 texts or more"):
-        pipe.generate(photo, "Is it on?", choice=choice)
+    for choice in ((), []):
+        with pytest.raises(UsageError, match="expected 2 texts or more"):
+            pipe.generate(photo, "Is it on?", choice=choice)
     # A minimum of tokens does not apply to a list.
     answer = pipe.generate(photo, "Is it on?", choice=["a", "b"], min_new_tokens=4, max_new_tokens=50)
     assert answer.text in ("a", "b")
-
-
-def test_what_needs_a_picture_says_so(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
     with pytest.raises(PruningError, match="the request has no picture"):
         pipe.generate((), "Is it on?", budget="retain-64")
     with pytest.raises(UsageError, match="costs are those of pictures"):
         pipe.warm_up((), "Is it on?")
+
+
+def asked(bundle: Path, photo_file: Path, *options: object) -> tuple[dict[str, Any], str, str]:
+    """Return the JSON of `sinkprune-run`, the answer's lines, and the notes."""
+    done = run("sinkprune-run", bundle, "--image", photo_file, *ASK, *options, "--json", "answer.json")
+    assert done.code == 0, done.stderr
+    return json.loads(Path("answer.json").read_text()), done.stdout, done.stderr
+
+
+def test_the_command_has_every_form(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    schema = {"type": "object", "properties": {"full": {"type": "boolean"}}, "required": ["full"]}
+    Path("cup.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    qwen, llava = bundle("qwen-tied"), bundle("gqa-112")
+    found, _, _ = asked(qwen, photo_file, "--schema", "cup.json", "--max-new-tokens", 60)
+    assert json.loads(found["text"]) in ({"full": True}, {"full": False})
+    assert (found["confidence"], found["choices"], found["finish"]) == (None, {}, "stop")
+    _, stdout, stderr = asked(qwen, photo_file, "--schema", "cup.json", "--max-new-tokens", 2)
+    assert "the answer was cut off after 2 tokens, so it may not have the form" in stderr
+    assert "; cut off after 2 tokens (--max-new-tokens)" in stdout
+    _, stdout, _ = asked(qwen, photo_file, "--regex", "[0-9]{3} cm", "--max-new-tokens", 60)
+    assert re.fullmatch("[0-9]{3} cm", stdout.splitlines()[0])
+    found, stdout, _ = asked(llava, photo_file, "--choice", "the cup", "--choice", "the table")
+    assert [*found["choices"]] == ["the cup", "the table"] and sum(found["choices"].values()) == pytest.approx(1)
+    assert found["confidence"] == found["choices"][found["text"]] == max(found["choices"].values())
+    text, _, _, *shares = stdout.splitlines()
+    assert text == found["text"]
+    assert shares == [f"{share:.3f} {name}" for name, share in found["choices"].items()]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--choice", "yes"), "choice has 1 different text of 1, expected 2 to 256"),
+        (("--choice", "yes", "--choice", "no", "--regex", "a"), "regex and choice were given"),
+        (("--choice", "yes", "--choice", "no", "--stop", "n"), "choice and stop were given"),
+        (("--regex", "("), "regex cannot be used: unclosed group"),
+        (("--schema", "missing.json"), "the schema 'missing.json' is missing. Give a JSON file"),
+        (("--schema", "broken.json"), "the schema 'broken.json' is not JSON: "),
+        (("--schema", "list.json"), "schema is [1], expected a JSON schema as a dict"),
+        (("--schema", "list.json", "--json", "list.json"), "list.json"),
+    ],
+)
+def test_wrong_forms_are_refused_before_anything_is_loaded(
+    options: tuple[str, ...], said: str, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{")
+    Path("list.json").write_text("[1]")
+    assert_refused(run("sinkprune-run", "no-bundle", "--image", photo_file, *ASK, *options), said)

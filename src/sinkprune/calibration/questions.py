@@ -34,8 +34,14 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.commands.options import Options, bundle_parser, check_memory
-from sinkprune.runtime.commands.reports import NO_QUESTION, add_report_options, check_report_options, name_list
-from sinkprune.runtime.commands.run import note_files, note_many_pictures
+from sinkprune.runtime.commands.reports import (
+    NO_QUESTION,
+    add_report_options,
+    check_report_options,
+    name_list,
+    note_many_pictures,
+)
+from sinkprune.runtime.commands.run import note_files
 from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import NOBODY, Observer
 from sinkprune.runtime.loading import check_kind

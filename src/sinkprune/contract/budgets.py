@@ -292,12 +292,12 @@ QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen:Q
 QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen:Qwen2VL", "qwen:Qwen2VL")
 QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen:Qwen3VL", "qwen:Qwen3VL", also=_COSMOS3)
 INTERNVL = _family("internvl", "InternVLForConditionalGeneration", "internvl:InternVL", "internvl:InternVL")
-PALIGEMMA = _family("paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "paligemma:PaliGemma")
-PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0")
-PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05")
-PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "pi0:Pi0")
-OPENVLA = _family("openvla", _VLA, "openvla:OpenVla", "openvla:OpenVla", folder=_READ_OPENVLA)
-OPENVLA_OFT = _family("openvla_oft", _VLA, "openvla:OpenVlaOft", "openvla:OpenVla")
+PALIGEMMA = _family("paligemma", "PaliGemmaForConditionalGeneration", "paligemma:PaliGemma", "policies:PaliGemma")
+PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "policies:Pi0")
+PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "policies:Pi0")
+PI0_FAST = _family("pi0_fast", "PI0FastPolicy", "pi0:Pi0Fast", "policies:Pi0")
+OPENVLA = _family("openvla", _VLA, "openvla:OpenVla", "policies:OpenVla", folder=_READ_OPENVLA)
+OPENVLA_OFT = _family("openvla_oft", _VLA, "openvla:OpenVlaOft", "policies:OpenVla")
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

@@ -34,12 +34,12 @@ from sinkprune.deadlines.costs import (
 )
 from sinkprune.deadlines.policy import RequestHistory, schedules_up_to
 from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.loading import LoadedModel
 from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token, logits_of_rows
-from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request

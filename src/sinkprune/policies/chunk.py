@@ -32,11 +32,11 @@ from sinkprune.policies.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.generate import look, run_prompt
 from sinkprune.runtime.hooks import Budgets, Observer, Rows
-from sinkprune.runtime.recipe import look, run_prompt
+from sinkprune.runtime.loading import LoadedModel
 from sinkprune.runtime.steps.chain import Chain, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
-from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import layout_of, pixels_of
 from sinkprune.runtime.steps.too_long import build_again
 from sinkprune.runtime.text.answer_tokens import check_finite
@@ -387,25 +387,23 @@ def run_chunk(
     observer.prefilled(run.prefilled)
     observer.acted(actions)
     with chain.backend.turn:
-        report = run.report(chain)
-    ms, text = clock.ms(), run.prompt.text_tokens
-    rows_per_layer = [text + count for count in report.tokens_per_layer]
+        images = run.kept(chain.backend)
+    ms, text, result = clock.ms(), run.prompt.text_tokens, run.prefilled
+    rows_per_layer = [text + count for count in result.tokens_per_layer]
     step_ms = [ms[f"step_{number}"] for number in range(budgets.steps)]
     return ActionReport(
         actions=robot_actions(policy, actions, observation.measured),
         in_robots_units=policy.in_robots_units,
         method=method,
-        budget=report.budget,
+        budget=result.schedule.budget,
         steps=budgets.steps,
         prompt_tokens=text,
         visual_tokens=sum(layout.all_tokens for layout in run.layouts),
-        tokens_per_layer=report.tokens_per_layer,
+        tokens_per_layer=result.tokens_per_layer,
         ms=by_part(ms, sum(step_ms)),
         step_ms=step_ms,
-        flops=chunk_flops(
-            manifest, budgets.steps, run.prefilled.schedule.rows, run.layouts, rows_per_layer, new_tokens
-        ),
-        images=report.images,
+        flops=chunk_flops(manifest, budgets.steps, result.schedule.rows, run.layouts, rows_per_layer, new_tokens),
+        images=images,
         camera_names=observation.camera_names,
     )
 

@@ -13,7 +13,7 @@ from sinkprune.contract.checks import WholeNumber, counted, format_value, is_num
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.families.pi0 import state_prompt
+from sinkprune.runtime.families.policies import state_prompt
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.steps.request import check_picture, check_texts
 

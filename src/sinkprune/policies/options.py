@@ -17,7 +17,7 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.policies.observation import in_trained_order, observed, short_name, unusual_state
-from sinkprune.runtime.commands.profile_options import frame_files
+from sinkprune.runtime.commands.reports import frame_files
 from sinkprune.runtime.media.images import FileFacts
 from sinkprune.runtime.media.picture_warnings import file_facts
 

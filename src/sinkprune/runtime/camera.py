@@ -68,7 +68,6 @@ class Camera(Iterator[Array], AbstractContextManager["Camera"]):
             self._changed.notify_all()
 
     def __exit__(self, *error: object) -> None:
-        """Close the camera."""
         self.close()
 
     def _run(self) -> None:

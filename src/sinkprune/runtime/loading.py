@@ -1,36 +1,47 @@
-"""Opens a bundle or engines with a backend, and loads what requests run on."""
+"""Opens a bundle or engines with a backend, and loads the parts that requests run on."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import check_callable, check_path, check_type, creation_checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.contract.manifest import EMBEDDING
+from sinkprune.contract.manifest import EMBEDDING, Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, reporting
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.known import Compute, usual_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.families import Family, Fit, load_family
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames
+from sinkprune.runtime.media.images import check_array
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain, Wrap
-from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.pictures import PictureLike, pixels_of
 from sinkprune.runtime.steps.prompt_rows import Embedding
-from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.answer_tokens import Sampler
+from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
 
 if TYPE_CHECKING:
+    from sinkprune.contract.engines_manifest import Limits
     from sinkprune.runtime.backends.compatibility import BuiltEngines
-    from sinkprune.runtime.frames import FrameGraph
+    from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
+_LOADING_PLANS = "loading the budgets' graphs"
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
 can be (`OnProgress`)."""
@@ -162,6 +173,87 @@ def check_kind(bundle: Bundle, *, acts: bool, instead: str = "sinkprune-act or P
         )
 
 
+class LoadedModel(NamedTuple):
+    """A bundle on a backend: what preprocesses, tokenizes, embeds and computes."""
+
+    manifest: Manifest
+    limits: Limits | None
+    """Limits of the engines; None for graphs, which have none."""
+    family: Family
+    prompts: PromptEncoder
+    embedding: Embedding
+    chain: Chain
+    warnings: PictureWarnings
+    frames: FrameGraph | None = None
+    """The graph that prepares frames where the tower runs; None where the host does."""
+
+    def for_plan(self, plan: Plan | None) -> LoadedModel:
+        """Return the model that sees pictures in the size of a `plan`, and counts the FLOPs of its tower."""
+        if plan is not None and plan.tower is not None:
+            return self._replace(family=self.family.for_tower(plan.tower))
+        share = plan.picture_share if plan is not None else None
+        return self if share is None else self._replace(family=self.family.smaller(share))
+
+    def picture_of(self, source: PictureLike) -> Picture:
+        """Return what `pixels_of` does, and an array as it is where a graph prepares frames; raises `ImageError`."""
+        if self.frames is not None and isinstance(source, np.ndarray):
+            check_array(source)
+            return Frame.of_array(source)
+        return pixels_of(source, self.family)
+
+    def tower_inputs(self, picture: Picture) -> dict[str, Array] | FrameInputs:
+        """Return `Family.inputs`, or what the device computes them from; raises `ImageError`."""
+        if self.frames is not None and not isinstance(picture, SampledFrames):
+            frame = picture if isinstance(picture, Frame) else Frame(np.asarray(picture))
+            plans, tables = self.family.frame_plans(frame.size), self.family.tables(frame)
+            inputs = self.frames.planned(frame, plans, tables)
+            if inputs is not None:
+                return inputs
+        return self.family.inputs(picture)
+
+    def load_plans(self, method: str, progress: OnProgress) -> None:
+        """Load the pruning graphs of all budgets of a method; as `Pipeline.load_plans`."""
+        self.manifest.plan(method, UNPRUNED)
+        plans = self.manifest.plans[method]
+        for done, plan in enumerate(plans.values()):
+            progress(_LOADING_PLANS, done, len(plans), "budgets")
+            self.chain.load_plan(plan)
+        progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
+
+    def check_text_length(self, request: Request) -> None:
+        """Raise `PromptError` for texts that cannot fit into the context; called before they are tokenized."""
+        turns = [request.texts, *(turn.texts for turn in request.history), (request.system or "",)]
+        calls = [json.dumps(dict(call.arguments)) for turn in request.history for call in turn.tool_calls]
+        texts = itertools.chain(*turns, calls)
+        self.prompts.check_length(texts, self.manifest.language_model.max_positions)
+
+    def encode_prompt(self, request: Request, layouts: Sequence[VisualLayout]) -> Prompt:
+        """Return the tokens of a request with pictures of these `layouts`; raises `PromptError`."""
+        visual = [layout.texts for layout in layouts]
+        return self.prompts.encode(
+            request.texts, visual, request.system, request.history, request.tools, request.tool_call_id
+        )
+
+    def new_sampler(self, request: Request, prompt: Prompt, layouts: Sequence[VisualLayout]) -> Sampler:
+        """Return the sampler of an answer to `prompt`, with the checkpoint's own penalty unless `request` has one."""
+        tokens = self.manifest.tokens
+        # In transformers' prompts, these tokens stand in the places of visual tokens.
+        visual = [tokens.image if tokens.video is None or not one.frame_indices else tokens.video for one in layouts]
+        return request.new_sampler(itertools.chain(visual, *prompt.texts), self.manifest.repetition_penalty)
+
+    def question_ids(self, request: Request, prompt: Prompt, plan: Plan | None) -> list[int]:
+        """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.
+
+        They are those of the user alone, not of the template, which is the same for all questions. A turn without
+        words stands for all text after the pictures.
+        """
+        if not self.manifest.reads_question(plan):
+            return []
+        asked = [turn.texts for turn in request.history if turn.role == "user"]
+        asked += [request.texts] if request.tool_call_id is None else []
+        return self.prompts.question_ids(asked[-1] if asked else ()) or prompt.texts[-1]
+
+
 def load_model(
     bundle: Bundle,
     backend: Backend,
@@ -187,7 +279,11 @@ def load_model(
         own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
         return backend.load_decoder(model(graph), manifest.cache, own)
 
-    family = load_family(manifest, fit)
+    family, frames = load_family(manifest, fit), None
+    if backend.prepares_frames and (form := family.frame_form()) is not None:
+        from sinkprune.runtime.frames import FrameGraph
+
+        frames = FrameGraph(backend, form)
     return LoadedModel(
         manifest,
         built.limits if built else None,
@@ -196,14 +292,5 @@ def load_model(
         Embedding(bundle.files[EMBEDDING], manifest),
         Chain(manifest, backend, load, load_decoder, progress),
         PictureWarnings(),
-        _load_frames(backend, family),
+        frames,
     )
-
-
-def _load_frames(backend: Backend, family: Family) -> FrameGraph | None:
-    if not backend.prepares_frames:
-        return None
-    from sinkprune.runtime.frames import FrameGraph
-
-    form = family.frame_form()
-    return None if form is None else FrameGraph(backend, form)

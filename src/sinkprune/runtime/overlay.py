@@ -151,7 +151,6 @@ def token_map(method: str, kept: Kept) -> TokenMap:
 
 
 def _pruned(kept: Kept, method: str) -> list[TokenClass]:
-    """Return the classes of a pruned picture's tokens."""
     fates, counts, classes = token_fates(kept), kept.schedule.counts, []
     sinks, until = kept.schedule.groups * counts.sink if counts else 0, fates.sink_dropped_after
     members, survived = np.flatnonzero(fates.sink), np.flatnonzero(fates.survived)
@@ -384,7 +383,6 @@ def _tinted(canvas: Array, places: Array, view: range, classes: Sequence[TokenCl
 
 
 def _hatch_outside(tinted: Array, canvas: Array, seen: Sequence[float], unseen: TokenClass) -> None:
-    """Darken and hatch, in place, the part outside the box `seen`."""
     left, top, right, bottom = seen
     rows, columns = np.indices(canvas.shape[:2])
     outside = (columns < left) | (columns >= right) | (rows < top) | (rows >= bottom)

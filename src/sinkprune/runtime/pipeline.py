@@ -197,7 +197,6 @@ class Pipeline(StaysInProcess, Answering):
         self._model.load_plans(method, progress)
 
     def _formed(self, request: Request) -> tuple[Request, Tokens]:
-        """Return the request with the length of its answer, and its hook of tokens."""
         if request.form is None:
             return request, Tokens(self._stop, request.min_new_tokens)
         with self._forming:
@@ -206,7 +205,6 @@ class Pipeline(StaysInProcess, Answering):
         return self._forms[request.form](request)
 
     def _budgets_of(self, request: Request, plan: Plan | None, tokens: Tokens) -> Callable[[StreamState], Budgets]:
-        """Return what makes the hook of budgets when the request begins."""
         if request.deadline_ms is not None:
             raise UsageError(
                 "a deadline was given, and this pipeline measures no costs. Load the bundle with sinkprune.Pipeline."

@@ -27,7 +27,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.lerobot import translated_files
 from sinkprune.export.command import main
 from sinkprune.export.source import ExportRequest, open_source
-from sinkprune.runtime.families.pi0 import LeRobotSettings
+from sinkprune.runtime.families.policies import LeRobotSettings
 from support.models.lerobot_checkpoints import (
     CAMERAS,
     EMPTY,

@@ -1,10 +1,11 @@
-"""`sinkprune-act`: one moment, folders of frames, states in files, deadlines, overlays, and what is refused."""
+"""`sinkprune-act`: moments, folders of frames, states in files, deadlines, costs, overlays, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from sinkprune import ActionReport, Policy, overlay
+from sinkprune import ActionCosts, ActionReport, Policy, overlay, write_costs
 from sinkprune.contract.errors import UsageError
+from sinkprune.deadlines.costs import cache_file
+from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.models.manifests import name_cameras
 from support.programs.commands import Outcome, assert_refused, run
 
@@ -21,6 +24,7 @@ BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
 STATE_WORD = ",".join(map(str, STATE))
 FRAMES = 3
+Act = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,13 @@ def folder(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path
     (root / "states.csv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
     (root / "short.csv").write_text(f"{STATE_WORD}\n{STATE_WORD}\n")
     (root / "one.json").write_text(json.dumps(STATE))
+    for name in ("few", "empty"):
+        (root / name).mkdir()
+    shutil.copyfile(root / "base.png", root / "few" / "0.png")
+    wide = f"{STATE_WORD}\n{STATE_WORD},1\n{STATE_WORD}\n"
+    wrong = {"header.csv": "1,y\n1,2\n", "nan.json": "[1, NaN]\n", "wide.csv": wide, "blank.csv": "\n\n"}
+    for name, text in wrong.items():
+        (root / name).write_text(text)
     return root
 
 
@@ -89,21 +100,12 @@ def test_the_json_has_the_chunk_of_python(cameras: tuple[str, ...], path: Path, 
     assert chunk["tokens_per_layer"] == own.tokens_per_layer
     assert chunk["flops"] == {**vars(own.flops), "total": own.flops.total}
     assert chunk["rate_hz"] == pytest.approx(1e3 / chunk["ms"]["latency"])
-    kept = [
-        {
-            "visual_tokens": 64,
-            "kept_after_sanitizer": each.index.size,
-            "after_stage": {str(cut): rows.size for cut, rows in each.after_stage.items()},
-        }
-        for each in own.images
-    ]
-    assert chunk["kept"] == kept
+    assert chunk["kept"] == [each.as_json() for each in own.images]
     assert (found["backend"], found["method"], found["interrupted"]) == ("ort-cpu", "sinkpruner", None)
 
 
 @pytest.mark.parametrize(
-    ("source", "states"),
-    [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)],
+    ("source", "states"), [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)]
 )
 def test_folders_run_frame_by_frame(source: str, states: Any, path: Path, folder: Path, policy: Policy) -> None:
     word = folder / source if source.endswith(("csv", "json")) else source
@@ -143,18 +145,16 @@ def act_by_name(path: Path, folder: Path, *words: object, cameras: tuple[str, ..
 def test_cameras_are_given_by_name(
     cameras: tuple[str, ...], named: Path, folder: Path, policy: Policy, tmp_path: Path
 ) -> None:
-    report = tmp_path / "x.json"
+    report, blind = tmp_path / "x.json", "base=none" in cameras
     outcome = act_by_name(named, folder, "--seed", 3, "--json", report, cameras=cameras)
     assert outcome.code == 0, outcome.stderr
-    suffix = ".png" if ".png" in cameras[0] else ""
-    base = "none" if "base=none" in cameras else f"{folder}/base{suffix}"
-    assert f"cameras: base={base}, wrist={folder}/wrist{suffix}\n" in outcome.stderr
-    for number, chunk in enumerate(json.loads(report.read_text())["chunks"]):
-        files = [None if base == "none" else folder / "base" / f"{number}.png", folder / "wrist" / f"{number}.png"]
-        own = policy.act(files, "go", STATE, seed=3, steps=1)
-        np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
-        names = ["observation.images.base", "observation.images.wrist"][base == "none" :]
-        assert chunk["camera_names"] == names and len(chunk["kept"]) == len(names)
+    base = "none" if blind else f"{folder}/base.png"
+    assert f"cameras: base={base}, wrist={folder}/wrist.png\n" in outcome.stderr
+    (chunk,) = json.loads(report.read_text())["chunks"]
+    files = [None if blind else folder / "base.png", folder / "wrist.png"]
+    np.testing.assert_allclose(chunk["actions"], policy.act(files, "go", STATE, seed=3, steps=1).actions, atol=1e-6)
+    names = ["observation.images.base", "observation.images.wrist"][blind:]
+    assert chunk["camera_names"] == names and len(chunk["kept"]) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,9 @@ def test_other_names_of_cameras_are_refused(
     assert_refused(act_by_name(named, folder, cameras=cameras), said)
 
 
-def test_an_overlay_has_every_camera(path: Path, folder: Path, policy: Policy, tmp_path: Path) -> None:
+def test_an_overlay_has_every_camera(
+    bundle: Callable[..., Path], path: Path, folder: Path, policy: Policy, tmp_path: Path
+) -> None:
     file = tmp_path / "kept.png"
     for cameras in (("base.png", "wrist.png"), ("none", "wrist.png")):
         outcome = act(path, folder, "--seed", 3, "--budget", "prune-88.9", "--overlay", file, cameras=cameras)
@@ -186,6 +188,7 @@ def test_an_overlay_has_every_camera(path: Path, folder: Path, policy: Policy, t
         assert ImageChops.difference(Image.open(file).convert("RGB"), drawn).getbbox() is None
     with pytest.raises(UsageError, match="found 2 pictures, the answer is about 1"):
         overlay(own, [folder / "base.png", folder / "wrist.png"])
+    assert_refused(act(bundle("gqa-112"), folder), "expected a robot policy. Use sinkprune-run")
 
 
 def test_a_deadline_chooses_budget_and_steps(path: Path, folder: Path) -> None:
@@ -212,25 +215,12 @@ def test_a_rate_plays_the_moments_in_a_loop(path: Path, folder: Path, tmp_path: 
     assert stale.code == 2 and "the loop stopped at tick 0 (stale frame): " in stale.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "cameras", "message"),
-    [
-        (("--rate", 10), ("base.png", "wrist.png"), "--rate plays recorded moments, and there is one"),
-        (("--rate", 10, "--seed", 3), ("base", "wrist"), "--seed is for single chunks, and --rate computes many"),
-        (("--join", "blend"), ("base.png", "wrist.png"), "--join is for --rate, which is not given"),
-        (("--rate", 0), ("base", "wrist"), "--rate is 0.0, expected 0.1 to 1000 ticks a second"),
-    ],
-)
-def test_a_loop_that_cannot_be_is_refused(
-    words: tuple[object, ...], cameras: tuple[str, ...], message: str, path: Path, folder: Path
-) -> None:
-    assert_refused(act(path, folder, *words, cameras=cameras), message)
-
-
 @pytest.mark.parametrize("complete", [0, 2])
-def test_an_interrupt_leaves_the_chunks_so_far(
-    complete: int, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_ends_the_command_leaves_the_chunks_so_far(
+    complete: int, damaged: bool, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C, or a frame that cannot be read."""
     left, plain = iter(range(complete)), Policy.act
 
     def interrupted(*given: Any, **options: Any) -> ActionReport:
@@ -238,40 +228,27 @@ def test_an_interrupt_leaves_the_chunks_so_far(
             raise KeyboardInterrupt
         return plain(*given, **options)
 
-    monkeypatch.setattr(Policy, "act", interrupted)
-    report = tmp_path / "x.json"
-    report.write_text("precious")
-    outcome = act(path, folder, "--steps", 1, "--json", report, cameras=("base", "wrist"))
-    assert (outcome.code, report.read_text()) == (130, "precious")
-    assert len(outcome.stdout.splitlines()) == complete
-    if complete:
-        found = json.loads((tmp_path / "x.interrupted.json").read_text())
-        assert len(found["chunks"]) == complete and found["interrupted"] == "there are 2 of 3 chunks."
-        assert "interrupted; there are 2 of 3 chunks. Earlier files stay" in outcome.stderr
-    else:
-        assert outcome.stderr.endswith("interrupted; no whole chunk was computed, so nothing was kept.\n")
-
-
-@pytest.mark.parametrize("damaged", [0, 2])
-def test_a_damaged_frame_leaves_the_chunks_so_far(damaged: int, path: Path, folder: Path, tmp_path: Path) -> None:
-    report = tmp_path / "x.json"
     for camera in ("base", "wrist"):
         shutil.copytree(folder / camera, tmp_path / camera)
-    frame = tmp_path / "wrist" / f"{damaged}.png"
-    frame.write_bytes(frame.read_bytes()[:5000])
+    if damaged:
+        frame = tmp_path / "wrist" / f"{complete}.png"
+        frame.write_bytes(frame.read_bytes()[:5000])
+    else:
+        monkeypatch.setattr(Policy, "act", interrupted)
+    report, kept = tmp_path / "x.json", tmp_path / "x.interrupted.json"
     report.write_text("precious")
     outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=("base", "wrist"))
-    assert (outcome.code, report.read_text()) == (2, "precious")
-    assert len(outcome.stdout.splitlines()) == damaged
-    *_, error = outcome.stderr.splitlines()
-    assert error.startswith("error: ") and f"wrist/{damaged}.png" in error
-    kept = tmp_path / "x.interrupted.json"
-    assert kept.exists() == bool(damaged)
-    if damaged:
+    assert (outcome.code, report.read_text()) == (2 if damaged else 130, "precious")
+    assert len(outcome.stdout.splitlines()) == complete and kept.exists() == bool(complete)
+    *_, last = outcome.stderr.splitlines()
+    if complete:
         found = json.loads(kept.read_text())
-        assert len(found["chunks"]) == 2 and found["interrupted"] == "there are 2 of 3 chunks."
-        assert error.startswith("error: moment 3 of 3: ")
-        assert f" There are 2 of 3 chunks. Earlier files stay; these results are in '{kept}'." in error
+        assert len(found["chunks"]) == complete and found["interrupted"] == "there are 2 of 3 chunks."
+        assert "here are 2 of 3 chunks. Earlier files stay; these results are in" in last
+        assert last.startswith("error: moment 3 of 3: " if damaged else "interrupted; ")
+    elif not damaged:
+        assert last == "interrupted; no whole chunk was computed, so nothing was kept."
+    assert not damaged or f"wrist/{complete}.png" in last
 
 
 @pytest.mark.parametrize(
@@ -310,27 +287,105 @@ def test_a_damaged_frame_leaves_the_chunks_so_far(damaged: int, path: Path, fold
         (("--overlay", "x.png"), ("base.png", "none"), "Give a --budget other than none"),
         (("--overlay", "x.png", "--budget", "prune-88.9"), ("base", "none"), "there are 3 moments"),
         (("--json", "FOLDER/base/x.json"), ("base", "none"), "which is read. Choose a place outside it."),
+        (("--rate", "10"), ("base.png", "wrist.png"), "--rate plays recorded moments, and there is one"),
+        (("--rate", "10", "--seed", "3"), ("base", "wrist"), "--seed is for single chunks, and --rate computes many"),
+        (("--join", "blend"), ("base.png", "wrist.png"), "--join is for --rate, which is not given"),
+        (("--rate", "0"), ("base", "wrist"), "--rate is 0.0, expected 0.1 to 1000 ticks a second"),
         (("--json", "FOLDER/one.json", "--state", "FOLDER/one.json"), ("base.png", "none"), "would be overwritten"),
     ],
 )
 def test_wrong_options_are_refused(
     words: tuple[str, ...], cameras: tuple[str, ...], said: str, path: Path, folder: Path
 ) -> None:
-    for name in ("few", "empty"):
-        (folder / name).mkdir(exist_ok=True)
-    (folder / "few" / "0.png").write_bytes((folder / "base.png").read_bytes())
-    wide = f"{STATE_WORD}\n{STATE_WORD},1\n{STATE_WORD}\n"
-    files = {
-        "header.csv": "1,y\n1,2\n",
-        "nan.json": "[1, NaN]\n",
-        "wide.csv": wide,
-        "blank.csv": "\n\n",
-    }
-    for name, text in files.items():
-        (folder / name).write_text(text)
     given = [word.replace("FOLDER", str(folder)) for word in words]
     assert_refused(act(path, folder, *given, cameras=cameras), said)
 
 
-def test_a_model_that_answers_is_refused(bundle: Callable[..., Path], folder: Path) -> None:
-    assert_refused(act(bundle("gqa-112"), folder), "expected a robot policy. Use sinkprune-run")
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The budgets of every measurement from now on, with an empty cache, on a machine that does nothing else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    found, plain = list[str](), Policy.warm_up
+
+    def noting(self: Policy, *given: Any, **options: Any) -> ActionCosts:
+        found.append(options["budget"])
+        return plain(self, *given, **options, seconds=0.0)
+
+    monkeypatch.setattr(Policy, "warm_up", noting)
+    return found
+
+
+@pytest.fixture
+def timed(policy: Policy, photo_file: Path, measurements: list[str]) -> Act:
+    """Runs the command with a deadline of a minute; it measures costs no longer than it must."""
+
+    def command(
+        *words: object, cameras: int = 1, deadline: tuple[object, ...] = ("--deadline-ms", 60_000)
+    ) -> Outcome:
+        given = ["--camera", photo_file, "--camera", photo_file if cameras == 2 else "none"]
+        state = ("--instruction", "pick up the cup", "--state", "0,0,0,0,0")
+        outcome = run("sinkprune-act", policy.bundle.path, *given, *state, *deadline, *words)
+        # The order of the cameras has tests of its own.
+        order, end, rest = outcome.stderr.partition("\n")
+        return replace(outcome, stderr=rest) if order.startswith("cameras: ") and end else outcome
+
+    return command
+
+
+def kept(policy: Policy) -> ActionCosts:
+    costs = ActionCosts.cached(policy.place, "sinkpruner")
+    assert costs is not None
+    return costs
+
+
+def test_costs_are_measured_once_and_again_if_wanted(timed: Act, policy: Policy, measurements: list[str]) -> None:
+    assert timed().code == 0
+    first = kept(policy)
+    assert list(first.budgets) == ["none", *BUDGETS] and len(first.recent.first) == 1
+    assert timed("--json").code == 0
+    assert (measurements, len(kept(policy).recent.first)) == (["none"], 2)
+    deadline = json.loads(timed("--warm-up", "--json").stdout)["chunks"][0]["deadline"]
+    assert len(measurements) == 2 and len(kept(policy).recent.first) == 1
+    assert 0 <= deadline["costs_age_s"] < 600 and deadline["costs_load"] == 0.0
+
+
+@pytest.mark.parametrize("changed", [{"cameras": 2}, {"budget": "none"}])
+def test_kept_costs_of_other_chunks_are_measured_anew(
+    changed: dict[str, Any], timed: Act, policy: Policy, measurements: list[str]
+) -> None:
+    assert timed("--budget", "prune-77.8").code == 0
+    outcome = timed("--budget", changed.get("budget", "prune-77.8"), cameras=changed.get("cameras", 1))
+    file = cache_file(policy.place, "sinkpruner")
+    of = "" if "budget" in changed else " of 'prune-77.8' and smaller budgets"
+    assert (outcome.code, outcome.stderr) == (0, f"note: the costs{of} are kept in '{file}'.\n")
+    assert len(measurements) == 2
+    assert (kept(policy).frames, "none" in kept(policy).budgets) == (changed.get("cameras", 1), "budget" in changed)
+
+
+def test_a_file_of_costs_is_read_and_left(
+    timed: Act, policy: Policy, measurements: list[str], tmp_path: Path
+) -> None:
+    assert timed().code == 0
+    file, costs = tmp_path / "costs.json", replace(kept(policy), load=0.125)
+    write_costs(file, costs)
+    before = file.read_bytes()
+    deadline = json.loads(timed("--costs", file, "--json").stdout)["chunks"][0]["deadline"]
+    assert deadline["costs_load"] == 0.125
+    assert file.read_bytes() == before and kept(policy).load == 0.0 and len(kept(policy).recent.first) == 1
+    assert len(measurements) == 1
+    assert_refused(timed("--costs", file, cameras=2), "the costs were measured with 1", "--warm-up")
+    write_costs(file, replace(costs, place=replace(policy.place, threads=99)))
+    assert_refused(timed("--costs", file), "of another place: their 'threads' is 99")
+    assert_refused(timed("--costs", tmp_path / "none.json"), "none.json")
+
+
+def test_late_chunks_are_reported_on_stderr(timed: Act, path: Path, folder: Path) -> None:
+    late = timed(deadline=("--deadline-ms", 1))
+    assert late.code == 0 and "late:" not in late.stdout
+    (line,) = [line for line in late.stderr.splitlines() if line.startswith("late: ")]
+    assert " ms where 1 were given, at budget " in line
+    assert "No budget was expected to bring a chunk sooner than in " in line
+    assert "late:" not in timed().stderr
+    found = act(path, folder, "--deadline-ms", 1, "--json", cameras=("base", "none"))
+    assert "late: 3 of 3 chunks; the last of them: " in found.stderr

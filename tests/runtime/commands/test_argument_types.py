@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from sinkprune import (
     read_costs,
     write_costs,
 )
-from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError, UsageError
-from sinkprune.runtime.steps.request import new_request
+from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError
 from support.programs.slow_cases import slow_except
 
 
@@ -97,9 +97,8 @@ def test_options_of_a_request(name: str, value: str, pipeline: Callable[..., Pip
 
 
 @pytest.mark.parametrize("value", ODD)
-@pytest.mark.parametrize("name", ["qwen"])
-def test_pictures_and_prompts(name: str, value: str, pipeline: Callable[..., Pipeline]) -> None:
-    pipe, picture, odd = pipeline(name), Image.new("RGB", (8, 8)), ODD[value]()
+def test_pictures_and_prompts(value: str, pipeline: Callable[..., Pipeline]) -> None:
+    pipe, picture, odd = pipeline("qwen"), Image.new("RGB", (8, 8)), ODD[value]()
     outcome(lambda: pipe.generate(odd, "What?", max_new_tokens=1), "image")
     outcome(lambda: pipe.generate([picture, odd], "What?", max_new_tokens=1), "image")
     outcome(lambda: pipe.encode(odd), "image")
@@ -120,16 +119,10 @@ def test_clips_and_video_files(value: str, pipeline: Callable[..., Pipeline]) ->
     outcome(lambda: VideoFile(odd), "path")
 
 
-LOADED = [
-    (name, value)
-    for name in (
-        *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
-        *("wrap", "fit", "during"),
-    )
-    for value in ODD
-    # Any function is a valid value there.
-    if not (callable(ODD[value]()) and name in ("wrap", "during"))
-]
+OF_LOADING = ("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by", "fit")
+# Any function is a valid value of hooks.
+HOOKED = [(name, value) for name in ("wrap", "during") for value in ODD if not callable(ODD[value]())]
+LOADED = [*product(OF_LOADING, ODD), *HOOKED]
 
 
 @pytest.mark.parametrize(("name", "value"), slow_except(LOADED[::6], LOADED))
@@ -139,18 +132,12 @@ def test_what_a_pipeline_is_loaded_with(name: str, value: str, bundle: Callable[
     outcome(lambda: Pipeline.load(options.pop("bundle"), **options), name)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int32])
-def test_whole_numbers_of_numpy_become_ints_which_do_not_overflow(kind: Any) -> None:
-    request = Request(("a.jpg",), ("", "What?"), max_new_tokens=kind(100), min_new_tokens=kind(100), seed=kind(3))
+def test_whole_numbers_of_numpy_become_ints_which_do_not_overflow() -> None:
+    most: Any = np.uint8(100)
+    request = Request(("a.jpg",), ("", "What?"), max_new_tokens=most, min_new_tokens=most, seed=most)
     assert type(request.max_new_tokens) is type(request.min_new_tokens) is int
     assert request.max_new_tokens + request.min_new_tokens + 100 == 300
     assert request.new_sampler()(np.eye(4, dtype=np.float32)[2]) == 2
-
-
-@pytest.mark.parametrize("role", ["robot", "Assistant", "system", ""])
-def test_a_turn_of_another_role_is_refused(role: str) -> None:
-    with pytest.raises(UsageError, match=f"history has a Turn of '{role}', expected user, assistant or tool"):
-        new_request("a.jpg", "What?", history=[Turn(role, ("a red circle",))])
 
 
 def test_options_of_another_call_are_refused_with_their_place(
@@ -160,8 +147,6 @@ def test_options_of_another_call_are_refused_with_their_place(
     generate: Any = pipeline("gqa-112").generate
     picture = Image.new("RGB", (8, 8))
     assert issubclass(OptionError, TypeError)
-    with pytest.raises(OptionError, match=r"no option 'num_threads'; did you mean 'threads'\? "):
-        load(bundle("gqa-112"), num_threads=1)
     with pytest.raises(OptionError, match=r"^budget is an option of Pipeline.generate. Give it there.$"):
         load(bundle("gqa-112"), budget="none")
     with pytest.raises(OptionError, match=r"^fit is an option of Pipeline.load, not of a request. Give it there.$"):
@@ -203,6 +188,6 @@ def test_each_public_call_names_its_options(call: Any, given: str, meant: str) -
 def test_plans_of_an_unknown_method_are_not_loaded(pipeline: Callable[..., Pipeline]) -> None:
     pipe = pipeline("gqa-112")
     pipe.load_plans("sinkpruner")
-    for method in ("fastv", "nonsense", 3):
+    for method in ("fastv", 3):
         with pytest.raises(BudgetError, match="sinkpruner"):
             pipe.load_plans(method)  # type: ignore[arg-type]

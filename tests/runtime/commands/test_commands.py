@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Answer, Pipeline, Stream
 from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.runtime.commands import run as command
 from sinkprune.runtime.steps.answer import PARTS
@@ -29,45 +31,25 @@ COFFEE = (
 )
 
 
-@pytest.fixture
-def own_bundle(bundle: Bundles, tmp_path: Path) -> Path:
-    """A bundle to damage."""
-    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
-
-
-def edit_manifest(root: Path, **changes: Any) -> None:
-    path = root / "bundle.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file: Path) -> None:
-    question = ("--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 5)
-    outcome = run("sinkprune-run", bundle("mha-336"), *question)
-    assert outcome.code == 0
-    assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
-    *_, timings, cold = outcome.stdout.splitlines()
-    assert cold.startswith("cold: the first request of a process")
-    assert timings.startswith("[retain-64] TTFT ")
-    assert timings.endswith("visual tokens 576 -> 129 -> 68; cut off after 5 tokens (--max-new-tokens)")
-
-
-def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
-    arguments = (bundle("mha-336"), "--image", photo_file, *ASK, "--budget", "retain-32", "--max-new-tokens", 5)
+def test_run_prints_the_answer_and_writes_it_as_json(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    arguments = (bundle("mha-336"), "--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 5)
     plain = run("sinkprune-run", *arguments, "--json", tmp_path / "answer.json")
+    assert plain.code == 0 and plain.stderr.startswith(f"{photo_file}: {COFFEE}\n")
+    *_, timings, cold = plain.stdout.splitlines()
+    assert cold.startswith("cold: the first request of a process")
+    assert timings.endswith("visual tokens 576 -> 129 -> 68; cut off after 5 tokens (--max-new-tokens)")
     answer = json.loads(run("sinkprune-run", *arguments, "--json").stdout)
-    assert plain.stdout.startswith(answer["text"] + "\n[retain-32] TTFT ")
+    assert plain.stdout.startswith(answer["text"] + "\n[retain-64] TTFT ")
     assert json.loads((tmp_path / "answer.json").read_text())["text"] == answer["text"]
-    assert answer["visual_tokens"] == 576
-    assert answer["kept_after_sanitizer"] == 65
-    assert answer["tokens_per_layer"] == [65, 34, 34, 34, 34, 34]
+    assert (answer["visual_tokens"], answer["kept_after_sanitizer"], answer["cold"]) == (576, 129, True)
+    assert answer["tokens_per_layer"] == [129, 68, 68, 68, 68, 68]
     assert set(answer["ms"]) == set(PARTS)
     assert answer["kv_bytes"] == 2 * 64 * 4 * sum(n + answer["prompt_tokens"] for n in answer["tokens_per_layer"])
     # Python logs the same.
-    own = Pipeline.load(bundle("mha-336")).generate(photo_file, ASK[1], budget="retain-32", max_new_tokens=5)
+    own = Pipeline.load(bundle("mha-336")).generate(photo_file, ASK[1], budget="retain-64", max_new_tokens=5)
     logged = json.loads(json.dumps(own.as_json()))
     assert {**answer, "ms": None} == {**answer, **logged, "ms": None}
     assert answer.keys() - logged.keys() == {"backend", "captured", "precision", "load_ms", "memory", "notes", "cold"}
-    assert answer["cold"] is True
 
 
 def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
@@ -138,20 +120,19 @@ def test_bad_questions_are_refused_before_anything_is_loaded(
 ) -> None:
     good = bundle("gqa-112")
     budget = "--budget" if command == "sinkprune-run" else "--budgets"
-    empty, text = tmp_path / "empty.jpg", tmp_path / "text.jpg"
-    empty.touch()
-    text.write_text("no image at all")
-    truncated = tmp_path / "truncated.jpg"
-    truncated.write_bytes(photo_file.read_bytes()[:20_000])
     image = ("--image", photo_file)
+    # Also on a terminal, names move no cursor.
+    text = tmp_path / "\x1b]0;owned\x07\nphoto.jpg"
+    text.write_text("no image at all")
+    assert_refused(run(command, good, "--image", text, *ASK), r"\x1b]0;owned\x07\nphoto.jpg' is not an image")
     assert_refused(run(command, good, "--image", tmp_path / "no.jpg", *ASK), "no.jpg", "no such file")
-    for url in ("https://example.com/a.jpg", "data:image/png;base64,AAAA"):
-        assert_refused(run(command, good, "--image", url, *ASK), f"'{url}' is a URL; download it first")
+    url = "https://example.com/a.jpg"
+    assert_refused(run(command, good, "--image", url, *ASK), f"'{url}' is a URL; download it first")
     assert_refused(run(command, "https://example.com/b", *ASK, "--image", good), "is a URL, expected a bundle")
-    assert_refused(run(command, good, "--image", empty, *ASK), "empty.jpg", "0 bytes")
-    assert_refused(run(command, good, "--image", text, *ASK), "text.jpg", "not an image")
-    assert_refused(run(command, good, "--image", truncated, *ASK), "truncated.jpg", "truncated")
-    assert_refused(run(command, good, "--image", tmp_path, *ASK), "is a folder")
+    assert_refused(run(command, good, *image, "--prompt", "{image} or {image}?"), "2 places for images, and there is")
+    assert_refused(
+        run(command, good, *image * 2, "--prompt", "What?"), "2 images, expected at most 1", "--max-images"
+    )
     assert_refused(run(command, good, *image, *ASK, "--threads", 5000), "threads is 5000")
     assert_refused(run(command, good, *image, "--prompt", "  "), "prompt is empty")
     assert_refused(run(command, good, *image, "--prompt", "W\udcff?"), "not valid UTF-8")
@@ -165,48 +146,19 @@ def test_bad_questions_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("command", ["sinkprune-run", "sinkprune-profile"])
-def test_damaged_bundles_are_refused_by_name(command: str, own_bundle: Path, photo_file: Path) -> None:
-    arguments = (own_bundle, "--image", photo_file, *ASK)
-    weights = own_bundle / "graphs/weights/decoder_1.bin"
-    content = bytearray(weights.read_bytes())
-    expected = json.loads((own_bundle / "bundle.json").read_text())["files"]["graphs/weights/decoder_1.bin"]["sha256"]
+def test_damaged_bundles_are_refused_by_name(command: str, bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+    arguments = (root, "--image", photo_file, *ASK)
+    weights, file = root / "graphs/weights/decoder_1.bin", root / "bundle.json"
+    content, manifest = bytearray(weights.read_bytes()), json.loads(file.read_text())
+    expected = manifest["files"]["graphs/weights/decoder_1.bin"]["sha256"]
     content[1000] ^= 1
     weights.write_bytes(content)
     assert_refused(run(command, *arguments), "decoder_1.bin", "altered", expected)
     weights.unlink()
     assert_refused(run(command, *arguments), "decoder_1.bin", "missing")
-    edit_manifest(own_bundle, format_version=99)
+    file.write_text(json.dumps({**manifest, "format_version": 99}))
     assert_refused(run(command, *arguments), "format version 99", f"reads {FORMAT_VERSION}")
-
-
-def test_pruning_that_prunes_nothing_is_an_error(photo_file: Path, tmp_path: Path) -> None:
-    config = {
-        "model_type": "llava",
-        "image_token_index": 300,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 14,
-            "patch_size": 14,
-        },
-        "text_config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "vocab_size": 320,
-        },
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert run("sinkprune-export", tmp_path, "--random-weights", "-o", tmp_path / "bundle").code == 0
-    arguments = (tmp_path / "bundle", "--image", photo_file, *ASK)
-    assert run("sinkprune-run", *arguments).code == 0
-    assert_refused(run("sinkprune-run", *arguments, "--budget", "retain-64", "--json"), "nothing was pruned")
 
 
 def test_output_files_are_checked_before_anything_is_loaded(
@@ -271,3 +223,58 @@ def test_the_answer_so_far_is_reported(
         f"so far. Earlier files stay; these results are in '{tmp_path}/x.interrupted.json'.\n"
     )
     assert report.read_text() == "precious" and (tmp_path / "x.interrupted.json").exists()
+
+
+def test_images_stand_where_the_prompt_has_places(
+    bundle: Bundles, pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    files, kept = [tmp_path / "before.png", tmp_path / "after.png"], tmp_path / "kept.png"
+    photo.save(files[0])
+    photo.rotate(180).resize((200, 300)).save(files[1])
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=3)
+    pieces = ["Before: ", " and after: ", ". What has changed?"]
+    asked = ("--image", files[0], "--image", files[1], "--prompt", "{image}".join(pieces), "--budget", "retain-64")
+    outcome = run("sinkprune-run", root, *asked, "--json", "--max-new-tokens", 8, "--overlay", kept)
+    assert outcome.code == 0, outcome.stderr
+    answer = json.loads(outcome.stdout)
+    expected = pipe.generate([*files], pieces, budget="retain-64", max_new_tokens=8)
+    assert answer["token_ids"] == expected.token_ids
+    assert answer["visual_tokens"] == 128
+    assert answer["tokens_per_layer"] == [30, 30, 14, 14, 14, 14, 14, 14]
+    with Image.open(kept) as drawn:
+        # Both pictures at a long side of 1100, a legend below each
+        assert drawn.height > 733 + 1100
+    in_front = run("sinkprune-run", root, *asked[:4], "--prompt", pieces[2], "--json", "--max-new-tokens", 8)
+    assert json.loads(in_front.stdout)["prompt_tokens"] < answer["prompt_tokens"]
+    # LLaVA's template has one place for images.
+    assert "moved no image" in str(answer["notes"]) and "moved no image" not in str(
+        json.loads(in_front.stdout)["notes"]
+    )
+
+
+OUTPUT = "a\x1b[2Jb\n\tc\r\x9b1m"
+
+
+class Terminal(io.StringIO):
+    """A stream that reports to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, OUTPUT), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
+def test_an_answer_moves_no_cursor(
+    stream: type[io.StringIO], shown: str, bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = Stream.rest
+
+    def answer_after_said(answering: Stream, on_text: Callable[[str], None]) -> Answer:
+        on_text(OUTPUT)
+        return rest(answering, on_text)
+
+    monkeypatch.setattr(Stream, "rest", answer_after_said)
+    arguments = (bundle("gqa-112"), "--image", photo_file, "--prompt", "What is this?", "--max-new-tokens", 2)
+    with redirect_stdout(stream()) as stdout:
+        assert command.main([*map(str, arguments)]) == 0
+    assert stdout.getvalue().startswith(shown)

@@ -44,8 +44,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
                 line = server.stderr.readline()
                 assert line, server.wait()
             assert re.fullmatch(
-                r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n",
-                earlier,
+                r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n", earlier
             )
             message = r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. \1/ is a page to try it\. Ctrl-C ends it\.\n"
             found = re.fullmatch(message, line)
@@ -145,16 +144,15 @@ def test_engines_that_take_no_later_rows_are_served_without_a_session(
         assert ("note: nothing is kept between requests (--session-mb), because" in outcome.stderr) == told
 
 
-@pytest.mark.parametrize("package", ["uvicorn", "h11", "starlette"])
-def test_a_missing_package_is_named_with_its_extra(package: str, bundle: Callable[..., Path]) -> None:
+def test_a_missing_package_is_named_with_its_extra(bundle: Callable[..., Path]) -> None:
     program = (
-        "import sys; sys.modules[sys.argv[1]] = None; from sinkprune.serving.command import main; "
-        "raise SystemExit(main(sys.argv[2:]))"
+        "import sys; sys.modules['starlette'] = None; from sinkprune.serving.command import main; "
+        "raise SystemExit(main(sys.argv[1:]))"
     )
-    words = [sys.executable, "-c", program, package, bundle("gqa-112", "fp32", ("retain-64",))]
+    words = [sys.executable, "-c", program, bundle("gqa-112", "fp32", ("retain-64",))]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2 and "pip install --editable '.[server]'" in done.stderr, done
-    assert done.stderr.startswith(f"error: the server needs the package '{package}"), done
+    assert done.stderr.startswith("error: the server needs the package 'starlette"), done
 
 
 def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:

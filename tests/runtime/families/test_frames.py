@@ -23,11 +23,11 @@ from sinkprune.contract.precision import Array
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.device.dlpack import read_pixels
-from sinkprune.runtime.families import FITS, Fit, load_family
+from sinkprune.runtime.families import FITS, load_family
 from sinkprune.runtime.families.internvl import TilesProcessor
 from sinkprune.runtime.families.llava import SquareProcessor, pixel_table
 from sinkprune.runtime.families.llava_next import LlavaNextProcessor
-from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
+from sinkprune.runtime.families.policies import PaddedProcessor, ResizeWithPad
 from sinkprune.runtime.frames import (
     COLUMNS_FIRST,
     FrameForm,
@@ -173,21 +173,16 @@ def test_floats_are_those_of_lerobot(backend: Host, kind: str, size: tuple[int, 
         np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
 
 
-def test_values_are_rounded_to_fp16_once(backend: Host) -> None:
-    processor, pixels = SquareProcessor(CLIP), photo_of((60, 50))
-    expected = processor(Image.fromarray(pixels))[None].astype(np.float16)
-    np.testing.assert_array_equal(prepared(backend, processor, pixels, CLIP, dtype="f2"), expected, strict=True)
-
-
-@pytest.mark.parametrize("fit", ["crop", "pad"])
-def test_reversed_views_keep_their_order_in_memory(backend: Host, fit: Fit) -> None:
+def test_reversed_views_keep_their_order_and_values_are_rounded_to_fp16_once(backend: Host) -> None:
     bgr = photo_of((60, 50))
     frame = Frame.of_array(bgr[..., ::-1])
     np.testing.assert_array_equal(frame.pixels, bgr)
     assert not np.shares_memory(frame.pixels, bgr)
-    processor = SquareProcessor(CLIP).fitted(fit, SIDE)
-    expected = processor(Image.fromarray(np.ascontiguousarray(bgr[..., ::-1])))[None]
-    np.testing.assert_array_equal(prepared(backend, processor, bgr[..., ::-1], CLIP), expected)
+    for fit, dtype in (("crop", "f4"), ("pad", "f4"), ("crop", "f2")):
+        processor = SquareProcessor(CLIP).fitted(fit, SIDE)
+        expected = processor(Image.fromarray(np.ascontiguousarray(bgr[..., ::-1])))[None].astype(dtype)
+        found = prepared(backend, processor, bgr[..., ::-1], CLIP, dtype=dtype)
+        np.testing.assert_array_equal(found, expected, strict=True)
 
 
 def test_the_host_prepares_what_has_no_exact_sums(backend: Host) -> None:
@@ -273,14 +268,14 @@ def test_answers_are_those_of_the_host(
         theirs.generate(OnGpu(pixels), "What is this?")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tensor", [OnGpu, ByInterface])
-def test_tensors_are_read_in_their_place(tensor: Callable[[Array], Any]) -> None:
+def test_tensors_are_read_in_their_place() -> None:
     pixels = photo_of((30, 20))
-    found = read_pixels(tensor(pixels), 1)
-    assert (found.address, found.shape) == (pixels.ctypes.data, (1, 20, 30, 3))
-    for wrong in (pixels[:, ::2], pixels.transpose(1, 0, 2), pixels.view(np.int8), pixels.astype(np.float32)):
-        with pytest.raises(ImageError, match="contiguous"):
-            read_pixels(tensor(wrong), 1)
+    for tensor in (OnGpu, ByInterface):
+        found = read_pixels(tensor(pixels), 1)
+        assert (found.address, found.shape) == (pixels.ctypes.data, (1, 20, 30, 3))
+        for wrong in (pixels[:, ::2], pixels.transpose(1, 0, 2), pixels.view(np.int8), pixels.astype(np.float32)):
+            with pytest.raises(ImageError, match="contiguous"):
+                read_pixels(tensor(wrong), 1)
 
 
 class Refusing(OnGpu):
@@ -290,24 +285,21 @@ class Refusing(OnGpu):
         raise BufferError("it requires gradient")
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        OnGpu(photo_of((30, 20)).transpose(2, 0, 1)),
-        OnGpu(photo_of((3, 2)), device=4),
-        Refusing(photo_of((30, 20))),
-        Refusing(photo_of((30, 20)), device=1),
-    ],
-)
-def test_other_tensors_are_rejected(bundle: Callable[..., Path], by_graph: list[int], tensor: Any) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112", budgets=("retain-64",)))
-    with pytest.raises(ImageError, match=r"permute|first CUDA GPU|detach"):
-        pipeline.generate(tensor, "What is this?")
-
-
-def test_a_session_recognises_arrays(bundle: Callable[..., Path], by_graph: list[int]) -> None:
+def test_a_session_recognises_arrays_and_other_tensors_are_rejected(
+    bundle: Callable[..., Path], by_graph: list[int]
+) -> None:
     pixels = photo_of((90, 60))
     session = Session(Pipeline.load(bundle("gqa-112", budgets=("retain-64",))))
+    others: list[tuple[Any, str]] = [
+        (OnGpu(pixels.transpose(2, 0, 1)), "permute"),
+        (OnGpu(pixels, device=4), "first CUDA GPU"),
+        (Refusing(pixels), "detach"),
+        (Refusing(pixels, device=1), "detach"),
+    ]
+    for tensor, advice in others:
+        with pytest.raises(ImageError, match=advice):
+            session.generate(tensor, "What is this?")
+    by_graph.clear()
     options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
     gpu: Any = OnGpu(pixels)
     for picture in (pixels, np.ascontiguousarray(pixels[..., ::-1])[..., ::-1], Image.fromarray(pixels)):

@@ -19,12 +19,11 @@ from support.references.picture_prompts import reference_inputs
 from support.references.steps import QUESTION, ask
 from support.references.transformers_runs import greedy_answer
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 
 def test_two_pictures_in_the_other_dialect(
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     images = [photo.resize((224, 160)), photo.rotate(90).resize((90, 300))]
     pipe = pipeline("paligemma", budgets=("prune-80",), dialect="opset20", max_images=2)
@@ -38,10 +37,7 @@ def test_two_pictures_in_the_other_dialect(
 
 
 def test_nothing_is_shared_between_questions_and_tokens_of_choices_run_one_by_one(
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
+    pipeline: Pipelines, photo: Image.Image, model: Models, checkpoint: Folders
 ) -> None:
     loaded, texts = pipeline("paligemma", budgets=("prune-80",)), ("red cup", "blue", "red")
     with pytest.raises(UsageError, match=r"paligemma.* all rows of a prompt see its question"):
@@ -62,7 +58,7 @@ def test_nothing_is_shared_between_questions_and_tokens_of_choices_run_one_by_on
     np.testing.assert_allclose([answer.choices[text] for text in texts], expected, rtol=1e-3)
 
 
-def test_a_conversation_is_an_error(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_a_conversation_is_an_error(pipeline: Pipelines, photo: Image.Image) -> None:
     history = [("user", "What is this?"), ("assistant", "A cup.")]
     with pytest.raises(PromptError, match="one question"):
         pipeline("paligemma", budgets=("prune-80",)).generate(photo, QUESTION, history=history)

@@ -1,7 +1,4 @@
-"""Pruned answers equal the full sequence with the dropped tokens masked, in every family but LLaVA-1.5.
-
-`tests/runtime/steps/test_pruned_chain.py` has LLaVA-1.5.
-"""
+"""Pruned answers equal the masked full sequence, in every family but LLaVA-1.5 (`steps/test_pruned_chain.py`)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,10 @@ from support.references.pruned_prompts import prompt_rows, sanitized
 from support.references.reference import one_stage
 from support.references.steps import QUESTION, ask
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 NEW_TOKENS = 6
+SHORT: dict[str, Any] = {"prompt": QUESTION, "max_new_tokens": 1}
 NEXT_BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
 # The whole image and two, three and four tiles
 NEXT_SIZES = {(300, 150): 3, (100, 400): 4, (230, 200): 5}
@@ -110,12 +110,7 @@ def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, 
     ],
 )
 def test_tiles_are_pruned_apart(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: tuple[int, int], budget: str, model: Models, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     pipe = pipeline(name, **(OF_INTERNVL if name in INTERNVL_SHAPES else {"budgets": NEXT_BUDGETS}))
     groups = {**NEXT_SIZES, **INTERNVL_SIZES, (99, 99): 1}[size]
@@ -124,20 +119,13 @@ def test_tiles_are_pruned_apart(
 
 @pytest.mark.parametrize(("name", "size", "budget"), [*every(4, QWEN_CASES), *PALIGEMMA_CASES])
 def test_images_in_one_group(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: tuple[int, int], budget: str, model: Models, pipeline: Pipelines, photo: Image.Image
 ) -> None:
     assert_equals_masked(model(name), pipeline(name, "fp32", QWEN_BUDGETS), photo.resize(size), budget, 1)
 
 
 @pytest.mark.parametrize(("name", "budget"), [*CLIPS, *each_once(INTERNVL_SHAPES, INTERNVL_BUDGETS[::2])])
-def test_clips(
-    name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_clips(name: str, budget: str, model: Models, pipeline: Pipelines, photo: Image.Image) -> None:
     groups = 8 if name in INTERNVL_SHAPES else 1
     pipe = pipeline(name, **(OF_INTERNVL if groups > 1 else {"budgets": VIDEO_BUDGETS, "max_frames": 8}))
     assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, groups)
@@ -155,12 +143,7 @@ def test_clips(
     ],
 )
 def test_other_methods_keep_the_same_mean_of_every_tile(
-    name: str,
-    budget: str,
-    methods: tuple[str, ...],
-    checkpoint: Callable[[str], Path],
-    photo: Image.Image,
-    tmp_path: Path,
+    name: str, budget: str, methods: tuple[str, ...], checkpoint: Folders, photo: Image.Image, tmp_path: Path
 ) -> None:
     source = checkpoint(name)
     request = ExportRequest(str(source), budgets=(budget,), **{**every_method(source), "methods": methods})
@@ -173,38 +156,17 @@ def test_other_methods_keep_the_same_mean_of_every_tile(
     assert means == pytest.approx([means[0]] * len(methods), abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "budget", "lengths"),
-    [
+def test_fp16_keeps_the_same_lengths(pipeline: Pipelines, photo: Image.Image) -> None:
+    for name, size, budget, lengths in (
         ("next", (230, 200), "retain-320", [75, 35, 35, 35, 35, 35]),
         ("qwen", (672, 560), "prune-88.9", [121, 49, 49, 49, 49, 49]),
-    ],
-)
-def test_fp16_keeps_the_same_lengths(
-    name: str,
-    size: tuple[int, int],
-    budget: str,
-    lengths: list[int],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
-) -> None:
-    pipe = pipeline(name, "fp16", (budget,))
-    assert pipe.generate(photo.resize(size), QUESTION, budget=budget, max_new_tokens=3).tokens_per_layer == lengths
+    ):
+        answer = pipeline(name, "fp16", (budget,)).generate(photo.resize(size), budget=budget, **SHORT)
+        assert answer.tokens_per_layer == lengths
 
 
-def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
-    sizes = [(672, 560), (56, 56), (100, 400)]
-    first, again = (
-        [pipe.generate(photo.resize(size), QUESTION, budget="prune-77.8", max_new_tokens=4) for size in sizes]
-        for _ in range(2)
-    )
-    assert [answer.visual_tokens for answer in first] == [480, 4, 56]
-    assert [answer.token_ids for answer in first] == [answer.token_ids for answer in again]
-
-
-def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Pipelines, photo: Image.Image) -> None:
     pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
     for budget in QWEN_BUDGETS:
         with pytest.raises(PruningError, match="1 visual token and the budget"):
-            pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)
+            pipe.generate(photo.resize((28, 28)), budget=budget, **SHORT)

@@ -72,11 +72,7 @@ def plan_of(pipe: Pipeline, method: str, budget: str) -> Plan:
 
 @pytest.mark.parametrize(("name", "method"), slow_except(FEW, [case for case in CASES if case[1] != "random"]))
 def test_answers_equal_the_masked_full_sequence(
-    name: str,
-    method: str,
-    bundles: Callable[[str], Pipeline],
-    model: Callable[[str], Any],
-    photo: Image.Image,
+    name: str, method: str, bundles: Callable[[str], Pipeline], model: Callable[[str], Any], photo: Image.Image
 ) -> None:
     budget = "prune-66.7"
     torch_model, pipe, image = model(name), bundles(name), photo.resize(SIZE)
@@ -172,10 +168,7 @@ def test_the_exporter_s_flops_of_a_tower_are_the_runtime_s(
         assert layout.tokens == side**2 and layout.tower_flops == tokens.tower_flops(side**2)
 
 
-@pytest.mark.parametrize("options", [{"deadline_ms": 500.0}, {"deadline_ms": 500.0, "budget": "none"}])
-def test_what_chooses_after_the_tower_is_refused(
-    options: dict[str, Any], bundles: Callable[[str], Pipeline], photo: Image.Image
-) -> None:
-    pipe = bundles("qwen-tied")
-    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
-        pipe.generate(photo, PROMPT, method="downsample", **{"budget": "prune-66.7", **options})
+def test_what_chooses_after_the_tower_is_refused(bundles: Callable[[str], Pipeline], photo: Image.Image) -> None:
+    for budget in ("prune-66.7", "none"):
+        with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
+            bundles("qwen-tied").generate(photo, PROMPT, method="downsample", deadline_ms=500.0, budget=budget)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import SchemaError
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.families.pi0 import PaddedProcessor, ResizeWithPad
+from sinkprune.runtime.families.policies import PaddedProcessor, ResizeWithPad
 
 SIDE = 56
 SETTINGS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import PowerError
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.commands.profile_options import wanted_sensor
+from sinkprune.runtime.commands.profile import wanted_sensor
 from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.power.sensors import Reading, Sensor
 from support.programs.commands import run, without_notes, wrote

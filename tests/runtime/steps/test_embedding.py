@@ -39,12 +39,6 @@ def read(path: Path, manifest: Manifest) -> Embedding:
     return Embedding(HeldFile(path, BundleError), manifest)
 
 
-def with_header(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-    return path
-
-
 def test_rows_are_those_of_the_table(opened: Bundle) -> None:
     embedding = Embedding(opened.files[EMBEDDING], opened.manifest)
     table = load_file(opened.path / EMBEDDING)["weight"]
@@ -72,11 +66,9 @@ def test_a_table_of_another_shape_or_name_is_refused(manifest: Manifest, tmp_pat
         (b"{}", 1 << 60, "is not JSON"),
         (b"[]", None, "its header is malformed"),
         ({"weight": 1}, None, "its header is malformed"),
-        ({"weight": {"dtype": "F32", "shape": [384, 56]}}, None, "its header is malformed"),
         ({"weight": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, None, "its header is malformed"),
         ({"weight": {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, None, "its header is malformed"),
         ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, None, "is F32"),
-        ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": [0]}}, None, "is at "),
         ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": [0, 16]}}, None, "is at "),
         ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": "its own"}}, None, "is at .* of 16 bytes"),
     ],
@@ -89,8 +81,11 @@ def test_a_damaged_file_is_refused(
     for entry in header.values() if isinstance(header, dict) else ():
         if isinstance(entry, dict):
             entry.update({name: table[name] for name, value in entry.items() if value == "its own"})
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = (len(text) if length is None else length).to_bytes(8, "little")
+    (tmp_path / "table").write_bytes(size + text + bytes(16))
     with pytest.raises(BundleError, match=said):
-        read(with_header(tmp_path / "table", header, bytes(16), length), manifest)
+        read(tmp_path / "table", manifest)
 
 
 @given(data=st.data())

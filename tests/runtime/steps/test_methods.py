@@ -24,7 +24,8 @@ from sinkprune.runtime.overlay import token_fates
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of
-from support.references.masking import Sequence, embedded, likeliest, masked_forward
+from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
+from support.references.pruned_prompts import prompt_rows
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
     IN_LLM,
@@ -129,6 +130,13 @@ def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipel
     assert unchanged == (method not in AVERAGING)
 
 
+@torch.no_grad()
+def image_features(model: Any, pipe: Pipeline, image: Image.Image) -> Any:
+    """Return the rows [tokens,d] of an image as the decoder of transformers receives them."""
+    pixels = torch.from_numpy(pipe.family.inputs(image)["pixel_values"])
+    return model.get_image_features(pixels).pooler_output[0].numpy()
+
+
 def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:
     return pipe.generate(image, PROMPT, method=method, budget=budget, max_new_tokens=tokens, min_new_tokens=tokens)
 
@@ -138,22 +146,14 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
-    pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
     torch_model, plan = model("gqa-112"), pipe.bundle.manifest.plans[method][budget]
-    with torch.no_grad():
-        image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
-        if plan.sanitizer is not None:
-            features = [array[0] for array in tower_output(pipe, photo)]
-            words = embedded(torch_model, pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids)
-            kept, _ = kept_of(method, plan.counts, features, words, embeddings=image)
-            image = torch_model.model.multi_modal_projector(torch.from_numpy(kept)[None])[0].numpy()
-    question = pipe.prompts.encode(["", PROMPT])
-    rows = np.concatenate(
-        [embedded(torch_model, question.texts[0]), image, embedded(torch_model, question.texts[-1])]
-    )
-    start = len(question.texts[0])
-    end = start + len(image)
-    visual, text = list(range(start, end)), list(range(end, len(rows)))
+    features = [array[0] for array in tower_output(pipe, photo)]
+    kept, index = features[0], [*range(TOKENS)]
+    if plan.sanitizer is not None:
+        words = embedded(torch_model, pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids)
+        image = image_features(torch_model, pipe, photo)
+        kept, index = kept_of(method, plan.counts, features, words, embeddings=image)
+    sequence = prompt_rows(torch_model, pipe, photo, PROMPT, kept, [index], None)
     stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))
 
     answer = answer_of(pipe, photo, method, budget, tokens=5)
@@ -161,11 +161,9 @@ def test_dropping_inside_the_llm_equals_masking(
     asking = partial(asking_rows, method)
     lm = pipe.bundle.manifest.language_model
     heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
-    masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking, heads)
-    assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
-    }
-    assert likeliest(masked.logits[len(rows) - 1 :], pipe.bundle.manifest.tokens.stop) == answer.token_ids
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
+    assert_survivors(answer, sequence, masked)
+    assert likeliest(masked.logits[len(sequence.rows) - 1 :], pipe.bundle.manifest.tokens.stop) == answer.token_ids
 
 
 @pytest.mark.parametrize("method", [*READING_SANITIZERS, *READ_THE_QUESTION])
@@ -175,9 +173,7 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     """Kept are the reference's tokens, for the words of the last turn of the user, and of no other text."""
     torch_model = model("gqa-112")
     features = [array[0] for array in tower_output(pipe, photo)]
-    with torch.no_grad():
-        pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
-        image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
+    image = image_features(torch_model, pipe, photo)
     counts = pipe.bundle.manifest.plans[method]["retain-192"].counts
 
     def expected(words: str) -> list[int]:

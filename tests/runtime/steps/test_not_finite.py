@@ -41,21 +41,31 @@ def with_processor(source: Path, target: Path, **settings: Any) -> Path:
     return path
 
 
+def noting(ran: list[str], *, overflows: bool = False) -> Any:
+    """Return what lists in `ran` the graphs that ran, whose tokens may overflow."""
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            ran.append(graph)
+            given = engine(inputs)
+            if graph == "vision" and overflows:
+                tokens = backend.numpy(given["tokens"])
+                tokens[0, -1, 0] = np.inf
+                given["tokens"] = backend.tensor(tokens)
+            return given
+
+        return run_noted
+
+    return wrap
+
+
 @pytest.mark.parametrize(("name", "value", "budget"), each_once(ALL, [np.nan, np.inf, 1e38], ["pruned", "none"]))
 def test_a_tower_whose_features_are_not_finite_is_refused(
     name: str, value: float, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:
     ran: list[str] = []
-
-    def noting(graph: str, engine: Engine, backend: Backend) -> Engine:
-        def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            ran.append(graph)
-            return engine(inputs)
-
-        return run_noted
-
     broken = filled(bundle(name), tmp_path / "broken", "vision", value)
-    pipeline = Pipeline.load(broken, check_sums=False, wrap=noting)
+    pipeline = Pipeline.load(broken, check_sums=False, wrap=noting(ran))
     with pytest.raises(NumericsError, match=r"norms or salience that are not finite.*--precision fp32"):
         pipeline.generate(photo, "What is this?", budget=ALL[name] if budget == "pruned" else "none")
     assert ran == ["vision"]
@@ -66,20 +76,7 @@ def test_a_tower_whose_features_are_not_finite_is_refused(
 def test_tokens_that_overflow_behind_the_norms_are_refused(bundle: Bundles, photo: Image.Image) -> None:
     # Qwen's merger stands between the features whose norms are told and the tokens.
     ran: list[str] = []
-
-    def overflowing(graph: str, engine: Engine, backend: Backend) -> Engine:
-        def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            ran.append(graph)
-            given = engine(inputs)
-            if graph == "vision":
-                tokens = backend.numpy(given["tokens"])
-                tokens[0, -1, 0] = np.inf
-                given["tokens"] = backend.tensor(tokens)
-            return given
-
-        return run_noted
-
-    pipeline = Pipeline.load(bundle("qwen"), wrap=overflowing)
+    pipeline = Pipeline.load(bundle("qwen"), wrap=noting(ran, overflows=True))
     with pytest.raises(NumericsError, match="tokens that are not finite"):
         pipeline.generate(photo, "What is this?", budget="prune-80")
     assert ran == ["vision"]

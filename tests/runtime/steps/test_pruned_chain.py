@@ -8,22 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import OPTIONS, parse_budget, prune_layers
+from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits, surviving_rows
-from sinkprune.runtime.steps.prompt_rows import PromptRows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
-from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
-from support.references.reference import sanitize_at
-from support.references.steps import layout_of, tower_output, watched
+from support.references.masking import assert_survivors, embedded, masked_forward
+from support.references.pruned_prompts import prompt_rows, sanitized
+from support.references.steps import layout_of, watched
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 NEW_TOKENS = 8
@@ -65,19 +63,6 @@ CASES = [
 ]
 
 
-@torch.no_grad()
-def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
-    """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
-    tokens, norms, salience = (array[0] for array in tower_output(pipe, image))
-    tokens, index = sanitize_at(parse_budget("llava", budget), tokens, norms, salience)
-    image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
-    question = pipe.prompts.encode(["", PROMPT])
-    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
-    rows = np.concatenate([before, image_rows.numpy(), after])
-    start, end = len(before), len(before) + len(image_rows)
-    return Sequence(rows, list(range(start, end)), list(range(end, len(rows)))), index
-
-
 def stages_of(name: str, budget: str) -> dict[int, int]:
     """Visual rows that the pruning layer leaves."""
     first, *_ = prune_layers(SHAPES[name].num_layers)
@@ -90,12 +75,6 @@ def lengths_of(name: str, budget: str, text: int) -> list[int]:
     return [text + COUNTS[name][budget][layer > first] for layer in range(SHAPES[name].num_layers)]
 
 
-def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, PromptRows]:
-    """The chain's own prefill of the image and `PROMPT`; also its rows."""
-    steps = watched(pipe, image, PROMPT, budget=budget, max_new_tokens=1)
-    return steps.prefill, steps.rows
-
-
 def cache_lengths(result: Prefill) -> list[int]:
     """How many rows of every layer's buffers are filled: behind them all are zero."""
     buffers = [cache.buffers.items() for cache in result.cache.segments]
@@ -105,18 +84,16 @@ def cache_lengths(result: Prefill) -> list[int]:
 
 @pytest.mark.parametrize(("name", "budget"), slow_except(CASES[::2], CASES))
 def test_prefill_and_decode_equal_the_masked_full_sequence(
-    name: str,
-    budget: str,
-    model: Callable[[str], Any],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     torch_model, pipe = model(name), pipeline(name, "fp32", BUDGETS)
-    sequence, index = expected_sequence(torch_model, pipe, photo, budget)
+    kept, indices, beside = sanitized(pipe, photo, budget)
+    sequence = prompt_rows(torch_model, pipe, photo, PROMPT, kept, indices, beside)
     stages = stages_of(name, budget)
     masked = masked_forward(torch_model, sequence, budget, stages)
 
-    result, laid_out = run_prefill(pipe, photo, budget)
+    steps = watched(pipe, photo, PROMPT, budget=budget, max_new_tokens=1)
+    result, laid_out = steps.prefill, steps.rows
     rows = laid_out.length
     text = rows - COUNTS[name][budget][0]
     assert rows == len(sequence.rows)
@@ -148,7 +125,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
 
     answer = pipe.generate(photo, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
     assert answer.token_ids == ids
-    assert answer.kept.index.tolist() == [index]
+    assert answer.kept.index.tolist() == indices
     assert_survivors(answer, sequence, masked)
     assert answer.tokens_per_layer == lengths_of(name, budget, 0)
     assert answer.prompt_tokens == text
@@ -179,15 +156,7 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     manifest = pipe.bundle.manifest
     planned = {graph for plan in manifest.plans["sinkpruner"].values() for graph in plan.graphs}
     weighted = {*manifest.graphs} - planned
-    assert weighted == {
-        "vision",
-        "projector",
-        "decoder_0",
-        "decoder_1",
-        "decoder_2",
-        "decoder_3",
-        "head",
-    }
+    assert weighted == {"vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
 
     before = answer_of(pipe, photo, "none")
     assert sorted(loaded) == sorted(weighted)
@@ -206,13 +175,3 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     for budget, answer in first.items():
         assert (answer.budget, answer.method) == (budget, "sinkpruner")
         assert answer.tokens_per_layer == lengths_of(name, budget, 0)
-
-
-def test_every_option_runs_end_to_end() -> None:
-    # Clips, towers and policies have tests of their own.
-    assert {option for budget in BUDGETS for option in budget.split("+")[1:]} == set(OPTIONS) - {
-        "per-frame",
-        "tower",
-        "bars",
-        "action-rows",
-    }

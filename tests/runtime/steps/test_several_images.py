@@ -13,13 +13,14 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import parse_budget
-from sinkprune.contract.errors import PromptError
 from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward
 from support.references.picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
 from support.references.reference import beside_kept, one_stage, sanitize_at
 from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
+
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +29,7 @@ CASES = [(name, budget) for name, budgets in BUDGETS.items() for budget in budge
 
 
 @pytest.fixture
-def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
+def pipe(pipeline: Pipelines) -> Callable[[str], Pipeline]:
     """A bundle for up to three images."""
     return lambda name: pipeline(name, "fp32", BUDGETS[name], max_images=3)
 
@@ -37,8 +38,8 @@ def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
 def test_greedy_text_and_logits_equal_transformers(
     name: str,
     pieces: str | list[str],
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
+    model: Models,
+    checkpoint: Folders,
     pipe: Callable[[str], Pipeline],
     photo: Image.Image,
 ) -> None:
@@ -119,11 +120,7 @@ def masked_by_hand(
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_pruned_equals_the_masked_full_sequence(
-    name: str,
-    budget: str,
-    model: Callable[[str], Any],
-    pipe: Callable[[str], Pipeline],
-    photo: Image.Image,
+    name: str, budget: str, model: Models, pipe: Callable[[str], Pipeline], photo: Image.Image
 ) -> None:
     images = images_of(name, photo)
     answer, logits = ask(pipe(name), images, budget, NEW_TOKENS, PIECES)
@@ -138,7 +135,7 @@ def test_pruned_equals_the_masked_full_sequence(
 
 @pytest.mark.parametrize("name", slow_except({"gqa-112", "qwen"}, SIZES))
 def test_one_image_is_pruned_as_by_a_bundle_for_one(
-    name: str, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
+    name: str, pipe: Callable[[str], Pipeline], pipeline: Pipelines, photo: Image.Image
 ) -> None:
     for budget in BUDGETS[name]:
         answers = [
@@ -148,11 +145,3 @@ def test_one_image_is_pruned_as_by_a_bundle_for_one(
         assert answers[0].token_ids == answers[1].token_ids
         after = [{layer: rows.tolist() for layer, rows in x.kept.after_stage.items()} for x in answers]
         assert after[0] == after[1]
-
-
-@pytest.mark.parametrize(("images", "most"), [(4, 3), (2, 1)])
-def test_a_bundle_takes_as_many_images_as_it_was_exported_for(
-    images: int, most: int, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    with pytest.raises(PromptError, match=f"{images} images, expected at most {most}.*--max-images"):
-        (pipe if most > 1 else pipeline)("gqa-112").generate([photo] * images, QUESTION, max_new_tokens=1)

@@ -1,15 +1,16 @@
-"""The forms of answers: which are refused when a request is made, and what the errors say."""
+"""The forms of answers: which are refused when a request is made, also keywords that would be ignored."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from sinkprune import UsageError
 from sinkprune.runtime.steps.request import new_request
-from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES
+from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES, checked_schema
 from sinkprune.runtime.text.tools import Tools
 
 
@@ -63,16 +64,10 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
             {"schema": multiples(9999991)[0]},
             "schema has multipleOf with the least common multiple 9999991 without decimal",
         ),
-        (
-            {"schema": {"anyOf": multiples(997, 991, 983)}},
-            "least common multiple 971230541 without",
-        ),
+        ({"schema": {"anyOf": multiples(997, 991, 983)}}, "least common multiple 971230541 without"),
         # llguidance took 32704 for a multiple of 0.001 and 4295000.
         ({"schema": {"allOf": multiples(0.001, 4295000)}}, "least common multiple 4295000000 without"),
-        (
-            {"schema": {"items": multiples(3e-9)[0]}},
-            "a multipleOf with 9 decimal places, expected at most 8.",
-        ),
+        ({"schema": {"items": multiples(3e-9)[0]}}, "a multipleOf with 9 decimal places, expected at most 8."),
         ({"schema": names(101)}, "schema has 101 patterns of names in patternProperties, up to 101 in an object"),
         (
             {"schema": {"properties": {f"{number}": {} for number in range(3000)}}},
@@ -116,3 +111,67 @@ def test_a_request_has_its_own_copy_of_a_schema() -> None:
     assert request.schema == {"enum": ["a"]} and request.follows_grammar
     assert new_request("a.jpg", "Why?", schema={}).schema == {"type": "object"}
     assert not new_request("a.jpg", "Why?", choice=["yes", "no"]).follows_grammar
+
+
+DRAFT_4, DRAFT_7 = ({"$schema": f"http://json-schema.org/draft-0{number}/schema#"} for number in (4, 7))
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({**DRAFT_4, "if": {"type": "string"}, "then": {"maxLength": 3}}, "if"),
+    ({**DRAFT_4, "contains": {"type": "string"}}, "contains"),
+    ({**DRAFT_4, "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    ({**DRAFT_7, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({**DRAFT_7, "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({**DRAFT_7, "$dynamicRef": "#a"}, "$dynamicRef"),
+    ({"disallow": "integer"}, "disallow"),
+    ({"divisibleBy": 2}, "divisibleBy"),
+    ({"extends": {"type": "string"}}, "extends"),
+]
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "": lambda schema: schema,
+    "properties/a": lambda schema: {"properties": {"b": {"type": "null"}, "a": schema, "c": {}}},
+    "patternProperties/^a": lambda schema: {"patternProperties": {"^a": schema}},
+    "additionalProperties": lambda schema: {"additionalProperties": schema},
+    "items": lambda schema: {"type": "array", "items": schema},
+    "prefixItems/0": lambda schema: {"type": "array", "prefixItems": [schema]},
+    "anyOf/1": lambda schema: {"anyOf": [{"type": "null"}, schema]},
+    "$defs/a": lambda schema: {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}},
+    "properties/a/items/anyOf/1": lambda schema: PLACES["properties/a"]({"items": PLACES["anyOf/1"](schema)}),
+}
+
+
+def at(place: str, *names: str) -> str:
+    """Return the words that name a place and a field there."""
+    path = "/".join([*([place] if place else []), *names])
+    return f" at '{path}'" if path else ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "place"), [(*each, place) for each, place in zip(UNSUPPORTED, PLACES, strict=True)]
+)
+def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any], name: str, place: str) -> None:
+    draft = {key: value for key, value in schema.items() if key == "$schema"}
+    rest = {key: value for key, value in schema.items() if key != "$schema"}
+    cases = [({**draft, **PLACES[place](rest)}, f"a keyword{at(place, name)} that is not supported. Leave it out.")]
+    required = f"True{at(place, 'required')}, expected a list of names. Write it next to properties."
+    cases.append((PLACES[place]({"type": "integer", "required": True}), required))
+    for wrong, said in cases:
+        with pytest.raises(UsageError, match=rf"^schema has {re.escape(said)}$"):
+            checked_schema(wrong)
+
+
+def test_an_unknown_draft_is_refused() -> None:
+    for draft in ("http://json-schema.org/draft-03/schema#", "https://json-schema.org/v1", 7):
+        with pytest.raises(UsageError, match=r"\$schema .*, expected draft 4, 6, 7, 2019-09 or 2020-12\. Leave out"):
+            checked_schema({"$schema": draft, "type": "string"})
+
+
+def test_annotations_names_and_values_are_taken() -> None:
+    for schema in (
+        DRAFT_4,
+        {"$schema": "https://json-schema.org/draft/2020-12/schema"},
+        {"title": "a", "description": "b", "default": 3, "examples": [3], "deprecated": True, "x-maxLenght": 3},
+        # Names of properties, and values.
+        {"properties": {"if": {"type": "string"}, "maxLenght": {"type": "string"}, "required": {"type": "null"}}},
+        {"const": {"disallow": 3, "required": True}},
+        {"enum": [{"extends": {}}], "default": {"if": 3}},
+    ):
+        assert checked_schema({"type": "object", **schema} if "$schema" in schema else schema) is not None

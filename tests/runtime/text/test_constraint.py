@@ -15,20 +15,17 @@ from hypothesis import strategies as st
 
 from sinkprune import UsageError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime import hooks
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema
-from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
+from sinkprune.runtime.text.answer_tokens import Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.serving.forms import Grammars
 from support.models.checkpoints import IMAGE_TOKEN, tokenizer
-from support.references.prompt_encoders import STOP, answer_encoder
+from support.references.prompt_encoders import STOP, VOCABULARY, answer_encoder, random_answer
 
 Schema = dict[str, Any]
 KINDS = ("pocket", "qwen", "llama")
 ENCODERS = {kind: answer_encoder(kind) for kind in KINDS}
 GRAMMARS = {kind: Grammars(ENCODERS[kind], STOP[kind]) for kind in KINDS}
-VOCABULARY = 700
-"""Larger than the tokenizers'."""
 MOST = 400
 
 
@@ -42,22 +39,8 @@ def answer(
 ) -> tuple[str, list[int], bool]:
     """Return the text of random logits, its tokens, and whether it ended; greedy without a `seed`."""
     constraint = GRAMMARS[kind].constraint(checked_schema(schema), checked_regex(regex), least)
-    tokenizer, generator = ENCODERS[kind].tokenizer, np.random.default_rng(seed)
     sampler = Sampler() if seed is None else Sampler(1.5, seed=seed)
-    text, ids = AnswerText(tokenizer, STOP[kind], (), 0), list[int]()
-    # Tokens that end something are likelier, so that answers end.
-    ends = [
-        token for token in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(token))
-    ]
-    while not text.stopped and not constraint.complete and len(ids) < most:
-        logits = generator.normal(size=VOCABULARY) * 3
-        logits[[*ends, *STOP[kind]]] += 4
-        token = sampler(logits, constraint.allowed(VOCABULARY))
-        constraint.accept(token)
-        text.add(token)
-        ids.append(token)
-    text.end()
-    return text.text, ids, text.stopped or constraint.complete
+    return random_answer(ENCODERS[kind], STOP[kind], constraint, sampler, seed, most)
 
 
 TEXTS = st.text(st.sampled_from('ab "\\\n/{}é€😀'), max_size=6)
@@ -126,10 +109,7 @@ def test_every_answer_matches_its_regex(kind: str, regex: str) -> None:
 
 
 TIMES = {
-    "date": (
-        date.fromisoformat,
-        ["2024-02-29", "2000-02-29", "0001-01-01", "0004-02-29", "9999-12-31"],
-    ),
+    "date": (date.fromisoformat, ["2024-02-29", "2000-02-29", "0001-01-01", "0004-02-29", "9999-12-31"]),
     "time": (time.fromisoformat, ["23:59:59Z", "00:00:00.123456789+05:30", "10:00:00-00:00"]),
     "date-time": (datetime.fromisoformat, ["2023-01-01T10:00:00Z", "2024-02-29T23:59:59.5-23:59"]),
 }
@@ -184,14 +164,14 @@ def test_no_token_is_forced_that_the_form_forbids() -> None:
     assert len(answer("qwen", regex="ab", least=5)[0]) == 2
 
 
-@pytest.mark.parametrize("size", [300, 375, 380, 1000])
-def test_logits_may_be_of_more_or_fewer_tokens_than_the_tokenizer(size: int) -> None:
-    mask = GRAMMARS["qwen"].constraint(None, ".*", 0).allowed(size)
-    assert mask is not None and mask.shape == (size,) and mask.dtype == np.bool_
-    allowed = {*np.flatnonzero(mask).tolist()}
-    assert allowed & {*STOP["qwen"]} == {token for token in STOP["qwen"] if token < size}
-    assert not allowed & (ENCODERS["qwen"].special_ids - {*STOP["qwen"]})
-    assert all(token < ENCODERS["qwen"].tokenizer.get_vocab_size() for token in allowed)
+def test_logits_may_be_of_more_or_fewer_tokens_than_the_tokenizer() -> None:
+    stop, encoder = {*STOP["qwen"]}, ENCODERS["qwen"]
+    for size in (300, 375, 380, 1000):
+        mask = GRAMMARS["qwen"].constraint(None, ".*", 0).allowed(size)
+        assert mask is not None and mask.shape == (size,) and mask.dtype == np.bool_
+        allowed = {*np.flatnonzero(mask).tolist()}
+        assert allowed & stop == {token for token in stop if token < size}
+        assert not allowed & (encoder.special_ids - stop) and max(allowed) < encoder.tokenizer.get_vocab_size()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,12 +196,3 @@ def test_characters_that_the_tokenizer_lacks_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot write 'zebra' as an answer"):
         encoder.answer_ids("zebra")
     assert encoder.tokenizer.decode(encoder.answer_ids("the cup")) == "the cup"
-
-
-def test_no_stop_token_is_allowed_before_the_minimum() -> None:
-    free = hooks.Tokens((2, 7, 50), 2)
-    for _ in range(2):
-        mask = free.allowed(10)
-        assert mask is not None and np.flatnonzero(~mask).tolist() == [2, 7]
-        free.accept(3)
-    assert free.allowed(10) is None

@@ -1,4 +1,4 @@
-"""Penalties of repeated tokens: against loops in Python, against transformers, and next to other options."""
+"""Penalties of repeated tokens, against transformers."""
 
 from __future__ import annotations
 
@@ -8,48 +8,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune import Clip, Pipeline
-from sinkprune.runtime.text.answer_tokens import Penalties, Sampler
+from sinkprune.runtime.text.answer_tokens import Penalties
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
+
 OPTIONS = {"max_new_tokens": 24, "min_new_tokens": 24}
-
-
-def lowered(logits: Any, prompt: set[int], answer: list[int], repetition: float, once: float, each: float) -> Any:
-    """Return the logits with vLLM's three penalties, token by token."""
-    logits = logits.astype(np.float32)
-    for token in range(len(logits)):
-        if token in prompt or token in answer:
-            lower = logits[token] / np.float32(repetition)
-            logits[token] = lower if logits[token] > 0 else logits[token] * np.float32(repetition)
-        if token in answer:
-            logits[token] -= np.float32(once + each * answer.count(token))
-    return logits
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("repetition", "once", "each"), [(1.3, 0, 0), (0.6, -1, 0), (1, 0.4, 1.1), (2, -0.3, 0.9)])
-def test_penalties_equal_loops(seed: int, repetition: float, once: float, each: float) -> None:
-    random = np.random.default_rng(seed)
-    # Tokens of padding may be outside the head's vocabulary.
-    prompt, answer = {*random.integers(0, 60, 10).tolist(), 999}, list[int]()
-    sampler = Sampler(penalties=Penalties(repetition, once, each, prompt))
-    for _ in range(40):
-        logits = random.normal(0, 6, 50).astype(np.float16)
-        given = logits.copy()
-        answer.append(sampler(logits))
-        expected = lowered(logits, prompt, answer[:-1], repetition, once, each)
-        assert answer[-1] == int(np.argmax(expected)) and (given == logits).all()
-    assert len({*answer}) < 40
 
 
 def greedy(model: Any, inputs: dict[str, Any], **settings: object) -> list[int]:
@@ -86,9 +59,9 @@ def assert_equals(
 def test_answers_about_images_equal_transformers(
     name: str,
     penalty: float,
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
+    model: Models,
+    checkpoint: Folders,
+    pipeline: Pipelines,
     photo: Image.Image,
     penalised: list[set[int]],
 ) -> None:
@@ -97,11 +70,7 @@ def test_answers_about_images_equal_transformers(
 
 
 def test_answers_about_clips_equal_transformers(
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
-    penalised: list[set[int]],
+    model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image, penalised: list[set[int]]
 ) -> None:
     """The token of clips is another than that of images."""
     name = "qwen"
@@ -112,7 +81,7 @@ def test_answers_about_clips_equal_transformers(
 
 
 def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
-    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+    checkpoint: Folders, photo: Image.Image, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint("gqa-112"), folder)

@@ -1,29 +1,33 @@
-"""Definitions of tools; answers of random logits that call them; and these answers taken apart."""
+"""Tools: definitions, prompts with them, answers of random logits that call them, and these answers taken apart.
+
+Prompts are those of transformers, and no text in them becomes a special token.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
-from sinkprune import UsageError
+from sinkprune import Pipeline, PromptError, UsageError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
-from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, call_text
+from sinkprune.runtime.text.answer_tokens import Sampler
+from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, Turn, call_text
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.forms import Grammars
 from sinkprune.serving.responses import AnswerPart, ToolAnswerReader
-from support.models.qwen_checkpoints import IMAGE_TOKEN, qwen_tokenizer
-from support.references.prompt_encoders import STOP, answer_encoder
+from support.models.qwen_checkpoints import IMAGE_TOKEN, SPECIALS, qwen_tokenizer
+from support.references.prompt_encoders import STOP, VOCABULARY, answer_encoder, random_answer
 
-VOCABULARY = 700
 WORD = {"type": "string", "pattern": "^[a-z}<\\n]{0,4}$"}
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -42,11 +46,11 @@ FUNCTIONS = [
 ]
 
 
-def encoder_with_marks(special: bool) -> PromptEncoder:
+def encoder_with_marks(special: bool, template: bytes = b"") -> PromptEncoder:
     """An encoder whose tokenizer has a token for each mark of calls."""
     backend = qwen_tokenizer().backend_tokenizer
     backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in CALL_MARKS])
-    return PromptEncoder(backend.to_str().encode(), b"", Tokens(IMAGE_TOKEN, STOP["qwen"], "", "<|im_end|>"))
+    return PromptEncoder(backend.to_str().encode(), template, Tokens(IMAGE_TOKEN, STOP["qwen"], "", "<|im_end|>"))
 
 
 KINDS = ("pocket", "qwen", "llama", "marks", "special marks")
@@ -59,23 +63,9 @@ GRAMMARS = {kind: Grammars(ENCODERS[kind], STOPS[kind]) for kind in KINDS}
 def answer(kind: str, tools: Tools, seed: int, wanted: str = "", most: int = 400) -> tuple[str, bool]:
     """Return the text of random logits that favour the tokens of `wanted`, in order, and whether it ended."""
     constraint = GRAMMARS[kind].constraint(None, None, 0, tools)
-    encoder = ENCODERS[kind]
-    tokenizer, generator = encoder.tokenizer, np.random.default_rng(seed)
-    text, count = AnswerText(tokenizer, STOPS[kind], (), 0), 0
-    favoured = list(_ids(kind, wanted))
-    ends = [one for one in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(one))]
-    sampler = Sampler()
-    while not text.stopped and not constraint.complete and count < most:
-        logits = generator.normal(size=VOCABULARY) * 3
-        logits[[*ends, *STOPS[kind]]] += 4
-        if favoured:
-            logits[favoured.pop(0)] += 100
-        token = sampler(logits, constraint.allowed(VOCABULARY))
-        constraint.accept(token)
-        text.add(token)
-        count += 1
-    text.end()
-    return text.text, text.stopped or constraint.complete
+    favoured = _ids(kind, wanted)
+    text, _, ended = random_answer(ENCODERS[kind], STOPS[kind], constraint, Sampler(), seed, most, favoured)
+    return text, ended
 
 
 def _ids(kind: str, text: str) -> list[int]:
@@ -115,6 +105,8 @@ def test_a_required_answer_is_calls(kind: str, parallel: bool) -> None:
         assert text == "\n".join(call_text(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
         ended += 1
     assert ended > 6
+    for name in ("look", "stop"):
+        assert answer(kind, Tools(FUNCTIONS, "required", name), 0) == (call_text(name, "{}"), True)
     two = f"{call_text('look', '{}')}\n{call_text('stop', '{}')}"
     assert answer(kind, Tools(FUNCTIONS, "required", parallel=parallel), 0, two)[0].startswith(two) == parallel
     # In an automatic answer too.
@@ -133,14 +125,8 @@ def test_an_automatic_answer_is_text_and_then_a_call_that_is_constrained(kind: s
             assert calls and all(jsonschema.validate(given, SCHEMAS[name]) is None for name, given in calls)
         text, _ = answer(kind, Tools(FUNCTIONS), seed, "red <tool", most=30)
         assert text.startswith("red <tool") and apart(text) == (text, [])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_without_a_call_never_begins_one(kind: str) -> None:
-    for seed in range(4):
         text, _ = answer(kind, Tools(FUNCTIONS, "none"), seed, f"red {BEGIN}", most=30)
-        assert text.startswith("red") and BEGIN not in text
-        assert apart(text) == (text, [])
+        assert text.startswith("red") and BEGIN not in text and apart(text) == (text, [])
 
 
 @pytest.mark.parametrize("kind", ["marks", "special marks"])
@@ -160,17 +146,9 @@ def test_special_marks_are_no_text_of_prompts(special: bool) -> None:
     token = encoder.tokenizer.token_to_id(BEGIN)
     assert encoder.tokenizer.decode([token]) == BEGIN
     assert token not in encoder.special_ids
-    typed = PromptEncoder(
-        encoder_json(special), b"{{ messages[0]['content'][0]['text'] }}", Tokens(IMAGE_TOKEN, (370,), "", "")
-    )
+    typed = encoder_with_marks(special, b"{{ messages[0]['content'][0]['text'] }}")
     # As in transformers, what a user types becomes the token only if the token is not special.
     assert (token in typed.encode([f"a {BEGIN}"]).texts[0]) != special
-
-
-def encoder_json(special: bool) -> bytes:
-    backend = qwen_tokenizer().backend_tokenizer
-    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in CALL_MARKS])
-    return bytes(backend.to_str().encode())
 
 
 TEXTS = st.text(st.sampled_from('ab<>"\\\n}{/_ é😀'), max_size=6) | st.sampled_from(["</tool_call>", BEGIN, "}\n"])
@@ -214,11 +192,9 @@ def changed(**fields: Any) -> list[dict[str, Any]]:
         (FUNCTIONS[:1] * 129, "1 to 128 functions"),
         ("look_up", "1 to 128 functions"),
         ([3], r"tools\[0\] is 3"),
-        ([{"type": "web_search"}], r"tools\[0\] is"),
         ([{**FUNCTIONS[0], "cache": True}], r"tools\[0\] is"),
         ([{"type": "function", "function": {}}], r"tools\[0\] is"),
         (changed(name="a b"), "letters, digits"),
-        (changed(name='f"'), "letters, digits"),
         (changed(name="f" * 65), "letters, digits"),
         (changed(name="f\n"), "letters, digits"),
         (changed(name=None), "letters, digits"),
@@ -227,7 +203,6 @@ def changed(**fields: Any) -> list[dict[str, Any]]:
         (changed(description=3), "description that is no text"),
         (changed(strict="yes"), "strict that is no boolean"),
         (changed(parameters=[]), r"parameters of the function f are wrong: schema is \[\]"),
-        (changed(parameters={"type": "string"}), "expected a schema with the type object"),
         (changed(parameters={"properties": {}}), "expected a schema with the type object"),
         (changed(parameters={"type": "object", "not": {}}), "not supported"),
         (changed(parameters={"type": "object", "properties": {"a": {"type": "x"}}}), "parameters of the function f"),
@@ -252,8 +227,6 @@ def test_other_wrong_values() -> None:
         ToolCall("1", 'f", "x', {})
     with pytest.raises(TypeError, match="parallel is 'no', expected True or False"):
         Tools(FUNCTIONS, parallel="no")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a name is given, and the choice of tools is 'auto', expected 'required'"):
-        Tools(FUNCTIONS, name="stop")
     for wrong in ('{"x": 1}', None, [1], {1: 2}, {"a": {1}}, {"a": float("nan")}, {"a": "\ud800"}):
         with pytest.raises(UsageError, match="the arguments of a tool call"):
             ToolCall("1", "f", wrong)  # type: ignore[arg-type]
@@ -263,13 +236,6 @@ def test_other_wrong_values() -> None:
     assert read_arguments("") == {} and read_arguments(' {"a": [1]}\n') == {"a": [1]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["look", "stop"])
-def test_a_named_function_is_called_once(kind: str, name: str) -> None:
-    for seed in range(4):
-        assert answer(kind, Tools(FUNCTIONS, "required", name), seed) == (call_text(name, "{}"), True)
-
-
 def test_parameters_are_the_functions_own() -> None:
     """Other parameters are allowed only where the schema names a rule for them."""
     wanted = call_text("f", '{"b": 1}')
@@ -277,3 +243,109 @@ def test_parameters_are_the_functions_own() -> None:
         parameters = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, **extra}
         text, _ = answer("marks", Tools(changed(parameters=parameters), "required", "f"), 0, wanted)
         assert (text.startswith(wanted[:-12])) == allowed
+
+
+QUESTION = "What is on the table?"
+LOOK_UP: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": 'Größe & <b>Preis</b> of a "thing".',
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "maxLength": 12}, "most": {"type": "integer"}},
+            "required": ["word"],
+        },
+    },
+}
+HALT: dict[str, Any] = {"type": "function", "function": {"name": "stop"}}
+CALLS = (
+    ToolCall("c1", "look_up", {"word": 'a {cup}\n"é"', "most": 3, "x": [1.5, None, True, {"y": {}}]}),
+    ToolCall("c2", "stop", {}),
+)
+RESULTS = [Turn("tool", ("A cup is red.\n",), tool_call_id="c1"), Turn("tool", ("",), tool_call_id="c2")]
+
+
+@pytest.fixture(scope="module")
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("qwen-tools", "fp32", ("prune-66.7",))
+
+
+def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
+    """Return turns as programs give them to transformers."""
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        if turn.role == "tool":
+            messages.append({"role": "tool", "tool_call_id": turn.tool_call_id, "content": turn.texts[0]})
+            continue
+        content: list[dict[str, str]] = []
+        for number, text in enumerate(turn.texts):
+            content += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+        messages.append({"role": turn.role, "content": content})
+        if turn.tool_calls:
+            messages[-1]["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.tool_calls
+            ]
+    return messages
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize(
+    ("functions", "turns"),
+    [
+        ([LOOK_UP], []),
+        ([LOOK_UP, HALT], []),
+        ([LOOK_UP, HALT], [Turn("assistant", ("",), CALLS), *RESULTS]),
+        ([HALT], [Turn("assistant", ("Let me see.",), CALLS[:1]), RESULTS[0], Turn("assistant", ("Red.",))]),
+        (None, [Turn("assistant", ("",), CALLS[:1]), RESULTS[0]]),
+    ],
+    ids=["one", "two", "calls", "text and call", "calls without tools"],
+)
+def test_ids_equal_transformers(
+    functions: list[dict[str, Any]] | None,
+    turns: list[Turn],
+    system: str | None,
+    pipe: Pipeline,
+    checkpoint: Callable[[str], Path],
+) -> None:
+    asked = [Turn("user", ("", QUESTION)), *turns]
+    if asked[-1].role == "assistant":
+        asked.append(Turn("user", ("And the dog?",)))
+    messages = messages_of(asked)
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen-tools"))
+    text = tokenizer.apply_chat_template(messages, tools=functions, tokenize=False, add_generation_prompt=True)
+    *history, last = asked
+    tools = Tools(functions) if functions else None
+    found = pipe.prompts.encode(
+        last.texts, system=system, history=history, tools=tools, tool_call_id=last.tool_call_id
+    )
+    assert [*found.texts[0], IMAGE_TOKEN, *found.texts[1]] == tokenizer(text)["input_ids"]
+    assert ("<tools>" in pipe.prompts.tokenizer.decode(found.texts[0])) == bool(functions)
+
+
+def test_special_tokens_in_definitions_calls_and_results_stay_text(pipe: Pipeline) -> None:
+    typed = "".join(SPECIALS.values()) + "{{ messages }}{% raw %}"
+    function = {"name": "f", "description": typed, "parameters": {"type": "object", "properties": {typed: {}}}}
+    history = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), (ToolCall(typed, "f", {typed: [typed]}),))]
+
+    def encoded(text: str) -> list[int]:
+        tools = Tools(json.loads(json.dumps([{"type": "function", "function": function}]).replace(typed, text)))
+        turns = [history[0], Turn("assistant", ("",), (ToolCall("1", "f", {text: [text]}),))]
+        found = pipe.prompts.encode([text], history=turns, tools=tools, tool_call_id="1")
+        return [*found.texts[0], *found.texts[1]]
+
+    specials = [token for token in encoded(typed) if token in SPECIALS]
+    assert specials == [token for token in encoded("plain") if token in SPECIALS]
+    assert pipe.prompts.tokenizer.decode(encoded(typed), skip_special_tokens=False).count(typed) == 5
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "qwen-tied"])
+def test_a_template_without_tools_is_an_error(name: str, pipeline: Callable[..., Pipeline]) -> None:
+    prompts = pipeline(name).prompts
+    turns = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), CALLS[:1])]
+    for options in ({"tools": Tools([HALT])}, {"history": turns, "tool_call_id": "c1"}):
+        with pytest.raises(PromptError, match="chat template has no tools"):
+            prompts.encode(["", QUESTION] if "tools" in options else ["Red."], **options)  # type: ignore[arg-type]

@@ -123,10 +123,11 @@ def processed(
     if name.startswith("internvl"):
         return _of_internvl(tokenizer, folder, text, list(images), clips)
     if not name.startswith("qwen"):
+        clip_or_siglip = SiglipImageProcessorPil if name.startswith("siglip") else CLIPImageProcessorPil
         kind, pixels = (
             (LlavaNextProcessor, LlavaNextImageProcessorPil)
             if name in NEXT_SHAPES
-            else (LlavaProcessor, CLIPImageProcessorPil)
+            else (LlavaProcessor, clip_or_siglip)
         )
         facts = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         return dict(kind(pixels.from_pretrained(folder), tokenizer, **facts)(text=text, **given, return_tensors="pt"))

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sinkprune.contract.manifest import Tokens
 from sinkprune.export.checkpoint.presets import small_text
 from sinkprune.export.checkpoint.text import SpecialTokens
+from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, as_llama, tokenizer
 from support.models.qwen_checkpoints import qwen_tokenizer
 from support.programs.repository import ROOT
 
+VOCABULARY = 700
+"""The logits of random answers: more than the tokenizers have tokens."""
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
 
 
@@ -185,3 +191,29 @@ def _llama() -> Tokenizer:
     )
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in pieces[:4]])
     return Tokenizer.from_str(json.dumps(json.loads(backend.to_str())))
+
+
+def random_answer(
+    encoder: PromptEncoder,
+    stop: Sequence[int],
+    constraint: Any,
+    sampler: Sampler,
+    seed: int | None,
+    most: int,
+    wanted: Iterable[int] = (),
+) -> tuple[str, list[int], bool]:
+    """Return the text of random logits that favour the tokens `wanted`, its tokens, and whether it ended."""
+    tokenizer, generator = encoder.tokenizer, np.random.default_rng(seed)
+    text, ids, favoured = AnswerText(tokenizer, stop), list[int](), [*wanted]
+    # Tokens that end something are likelier, so that answers end.
+    ends = [one for one in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(one))]
+    while not text.stopped and not constraint.complete and len(ids) < most:
+        logits = generator.normal(size=VOCABULARY) * 3
+        logits[[*ends, *stop]] += 4
+        if favoured:
+            logits[favoured.pop(0)] += 100
+        ids.append(sampler(logits, constraint.allowed(VOCABULARY)))
+        constraint.accept(ids[-1])
+        text.add(ids[-1])
+    text.end()
+    return text.text, ids, text.stopped or constraint.complete

@@ -33,10 +33,10 @@ from sinkprune.runtime.commands.reports import (
     add_report_options,
     check_report_options,
     interrupted_warnings,
+    note_many_pictures,
     progress_bar,
     write_measured,
 )
-from sinkprune.runtime.commands.run import note_many_pictures
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name

@@ -36,7 +36,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import Fit, load_family
-from sinkprune.runtime.families.pi0 import state_prompt
+from sinkprune.runtime.families.policies import state_prompt
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.pipeline import Pipeline

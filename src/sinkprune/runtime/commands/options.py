@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
@@ -228,9 +228,7 @@ def prompt_pieces(prompt: str) -> str | list[str]:
 def add_most_tokens(parser: CommandParser, default: int) -> None:
     """Add `--max-new-tokens`, which is None unless it is given; `default` is for the help."""
     parser.group("answer").add_argument(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {default}, or the engines' limit)",
+        "--max-new-tokens", type=MAX_NEW_TOKENS, help=f"longest answer (default: {default}, or the engines' limit)"
     )
 
 
@@ -369,15 +367,7 @@ def free_bytes(backend: str) -> int:
         return 0
 
 
-class AddsOptions(Protocol):
-    """An extension of a command."""
-
-    @staticmethod
-    def add_options(parser: CommandParser) -> None:
-        """Add options to the command."""
-
-
-def add_extensions(parser: CommandParser, extensions: Mapping[str, type[AddsOptions]]) -> None:
+def add_extensions(parser: CommandParser, extensions: Mapping[str, Any]) -> None:
     """Add the options of every extension; raises `UsageError` for one that the command has already."""
     for name, extension in extensions.items():
         try:

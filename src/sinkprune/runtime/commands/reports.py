@@ -1,4 +1,4 @@
-"""Options and reports of commands that measure: JSON, plots, progress, and what Ctrl-C keeps."""
+"""What commands that measure have in common: options, folders of frames, reports, progress, and what Ctrl-C keeps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from PIL import Image
+
 from sinkprune.contract.checks import format_value, to_json
 from sinkprune.contract.command_line.options import CommandParser, write_each, write_output, write_result
 from sinkprune.contract.command_line.progress import status
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.runtime.commands.options import Options, beside_earlier
+from sinkprune.runtime.commands.run import note_files, note_first, unseen
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.picture_warnings import PictureFacts
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 R = TypeVar("R")
@@ -66,6 +73,40 @@ def write_report(
             write_output(options.plot, plot(report, options.plot.suffix))
 
     write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """Return what a folder of frames holds, without hidden files, in the order of `by_number`.
+
+    A folder among them is rejected when it is read, as a file that is no picture. Raises `ImageError`, and
+    `UsageError` for an unclear order.
+    """
+    if not folder.is_dir():
+        raise ImageError(
+            f"'{folder}' is no folder. --frames takes a folder of pictures; give single ones by --image."
+        )
+    files = by_number(path for path in folder.iterdir() if not path.name.startswith("."))
+    if not files:
+        raise ImageError(f"'{folder}' holds no files, expected pictures.")
+    return files
+
+
+def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
+    """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
+
+    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
+    first that the family rejects.
+    """
+    notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
+    of_size: dict[tuple[int, int], list[str]] = {}
+    for name, facts in pictures.items():
+        of_size.setdefault(facts.size, []).append(name)
+    found = list[tuple[Path, str]]()
+    for size, names in of_size.items():
+        # A layout depends on the size alone, and data has thousands of pictures.
+        texts = unseen(family, names[0], Image.new("L", size))
+        found += [(Path(name), texts[0]) for name in names if texts]
+    return notes + note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
 
 
 def name_list(words: str) -> list[str]:

@@ -48,28 +48,14 @@ from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.media.images import PICTURE_SUFFIXES, FileFacts
-from sinkprune.runtime.media.picture_warnings import (
-    PictureFacts,
-    divided,
-    first_of,
-    picture_facts,
-    unseen_notes,
-)
+from sinkprune.runtime.media.picture_warnings import divided, first_of, picture_facts, unseen_notes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system import usable_cores
-from sinkprune.runtime.text.answer_tokens import (
-    FREQUENCY_PENALTY,
-    PENALTIES,
-    PRESENCE_PENALTY,
-    REPETITION_PENALTY,
-    SEED,
-    TEMPERATURE,
-    TOP_P,
-)
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P
 
 
 def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
@@ -91,7 +77,7 @@ def note_sizes(family: Family, files: Sequence[Path], pictures: Sequence[Picture
     for file, picture in zip(files, pictures, strict=True):
         first.setdefault(picture.size, (file, picture))
     for file, picture in first.values():
-        notes += [_note(file, text) for text in _unseen(family, file, picture)]
+        notes += [_note(file, text) for text in unseen(family, file, picture)]
     return notes
 
 
@@ -110,36 +96,18 @@ def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
     darkest = [(file, divided(largest)) for file, largest in sorted(wide, key=lambda each: each[1])]
     several = [(file, first_of(own.frames)) for file, own in facts.items() if own.frames > 1]
     return [
-        *_note_first(darkest, "file has 16 bits", "files have 16 bits"),
-        *_note_first(several, "file has several frames", "files have several frames"),
+        *note_first(darkest, "file has 16 bits", "files have 16 bits"),
+        *note_first(several, "file has several frames", "files have several frames"),
     ]
 
 
-def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
-    """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
-
-    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
-    first that the family rejects.
-    """
-    notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
-    of_size: dict[tuple[int, int], list[str]] = {}
-    for name, facts in pictures.items():
-        of_size.setdefault(facts.size, []).append(name)
-    found = list[tuple[Path, str]]()
-    for size, names in of_size.items():
-        # A layout depends on the size alone, and data has thousands of pictures.
-        unseen = _unseen(family, names[0], Image.new("L", size))
-        found += [(Path(name), unseen[0]) for name in names if unseen]
-    return notes + _note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
-
-
-def _unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
+def unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
     """Return what `unseen_notes` does; raises `ImageError` with the file's name for what the family rejects."""
     with named_in_errors(file):
         return unseen_notes(family.layout(picture))
 
 
-def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
+def note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
     """Print a note on the first file, with the number of the others, and return it in a list; none without files."""
     if not found:
         return []
@@ -148,7 +116,6 @@ def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> li
 
 
 def _note(file: Path, text: str) -> str:
-    """Print a note, and return it."""
     # The command has succeeded, also where stderr is closed.
     with suppress(OSError):
         sys.stderr.write(f"{escaped(str(file))}: {text}\n")
@@ -241,10 +208,7 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
 _PENALTIES = tuple(penalty.name for penalty, _ in PENALTIES)
-_REQUEST = (
-    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed"),
-    *("system", "stop", *_PENALTIES),
-)
+_REQUEST = (*("budget", "method", "max_new_tokens", "temperature", "top_p", "seed"), *("system", "stop", *_PENALTIES))
 """The options that are fields of a request."""
 
 
@@ -262,7 +226,6 @@ class RunExtension:
     """Whether `loaded` runs requests, so that the answer is not the first of the process."""
 
     def __init__(self, options: Options) -> None:
-        """Take the options, and check nothing yet."""
         self.options = options
 
     def check(self) -> None:
@@ -377,7 +340,6 @@ def _check_options(options: Options, extensions: Sequence[RunExtension]) -> None
 
 
 def _given_fields(options: Options) -> dict[str, Any]:
-    """Return the options that are fields of a request, without those that change nothing."""
     fields = {name: getattr(options, name) for name in _REQUEST}
     if options.max_new_tokens is None:
         del fields["max_new_tokens"]
@@ -404,8 +366,6 @@ def _answered(
 
 
 class _TokenCount(Observer):
-    """Reports the tokens of an answer as progress."""
-
     def __init__(self, progress: OnProgress, most: int) -> None:
         self._progress, self._most, self._count = progress, most, 0
 
@@ -467,14 +427,15 @@ def _parser() -> CommandParser:
         help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
     )
     add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
+    (repetition, _), *others = PENALTIES
     add(
         "--repetition-penalty",
-        type=REPETITION_PENALTY,
+        type=repetition,
         metavar="FACTOR",
         help="above 1, tokens of the prompt and the answer become less likely; 1 changes nothing (default: the "
         "checkpoint's)",
     )
-    for penalty, times in ((PRESENCE_PENALTY, "once"), (FREQUENCY_PENALTY, "each time")):
+    for (penalty, _), times in zip(others, ("once", "each time"), strict=True):
         add(
             f"--{penalty.name.replace('_', '-')}",
             type=penalty,

@@ -159,7 +159,6 @@ class InternVL(SquarePictures):
         return self._processor.frame_plans(size)
 
     def check_video(self) -> None:
-        """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
     def sample_frames(self, video: Video) -> SampledFrames:
@@ -201,11 +200,7 @@ class InternVL(SquarePictures):
         return self._groups(size[:2], areas, range(1, size.frames + 1), texts)
 
     def _groups(
-        self,
-        size: PixelSize,
-        areas: Sequence[_Area],
-        ends: Sequence[int],
-        texts: tuple[str, ...],
+        self, size: PixelSize, areas: Sequence[_Area], ends: Sequence[int], texts: tuple[str, ...]
     ) -> VisualLayout:
         """Return the layout of groups that show the `areas`. Views end at the groups `ends`."""
         n, starts = self._tower.tokens, (0, *ends)

@@ -132,11 +132,9 @@ class SquareProcessor:
 
         Raises `ImageError` if the image is too long.
         """
-        settings, padded = self._settings, size
-        if settings["do_pad"]:
-            padded = (_padded_side(size),) * 2
-        resized = self._resized_size(padded) if settings["do_resize"] else padded
-        taken = resized
+        settings = self._settings
+        padded = (_padded_side(size),) * 2 if settings["do_pad"] else size
+        taken = resized = self._resized_size(padded) if settings["do_resize"] else padded
         if settings["do_center_crop"]:
             taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
         return [
@@ -158,10 +156,8 @@ class SquareProcessor:
         wanted = self._settings["size"]
         if "shortest_edge" not in wanted:
             return wanted["width"], wanted["height"]
-        width, height = size
-        edge = wanted["shortest_edge"]
-        short, long = min(size), max(size)
-        resized_long = int(edge * long / short)
+        (width, height), edge = size, wanted["shortest_edge"]
+        resized_long = int(edge * max(size) / min(size))
         if edge * resized_long > _MAX_RESIZED_PIXELS:
             raise ImageError(
                 f"the image has {width}x{height} pixels; with its short side at {edge} as the model wants it, the "
@@ -171,9 +167,7 @@ class SquareProcessor:
         return (edge, resized_long) if width <= height else (resized_long, edge)
 
     def _cropped(self, pixels: Array) -> Array:
-        """Return the central crop. A smaller image is padded with zeros."""
-        crop = self._settings["crop_size"]
-        height, width = crop["height"], crop["width"]
+        height, width = (self._settings["crop_size"][side] for side in ("height", "width"))
         missing = (max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1]), 0)
         pixels = np.pad(pixels, [(-(-count // 2), count // 2) for count in missing])
         top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
@@ -227,7 +221,18 @@ class SquarePictures(Family):
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
         layout = self._layout(self._checked(picture).size)
-        return self._without_bars(layout, _off_bars(layout)) if self._barless else layout
+        if not self._barless:
+            return layout
+        left = _off_bars(layout)
+        return replace(
+            layout,
+            tokens=len(left),
+            unpruned_rows=np.arange(len(left)),
+            boxes=layout.boxes[left],
+            views=(range(len(left)),),
+            places=None if layout.places is None else layout.places[:, left],
+            tower_flops=self._flops_of(len(left)),
+        )
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
@@ -251,11 +256,9 @@ class SquarePictures(Family):
         return [self._processor.frame_plan(size)]
 
     def check_video(self) -> None:
-        """Raise `VideoError`."""
         raise VideoError(self.no_video)
 
     def sample_frames(self, video: Video) -> SampledFrames:
-        """Raise `VideoError`."""
         raise VideoError(self.no_video)
 
     def smaller(self, share: Share) -> Family:
@@ -282,25 +285,11 @@ class SquarePictures(Family):
         return {}
 
     def _pixels(self, image: Image.Image) -> Array:
-        """Return [G,3,image_size,image_size] fp32."""
         values: Array = self._processor(image)
         return values[None]
 
-    def _without_bars(self, layout: VisualLayout, places: Array) -> VisualLayout:
-        """Return the `layout` of one group with the tokens `places` [N] only, which keep their positions."""
-        return replace(
-            layout,
-            tokens=len(places),
-            unpruned_rows=np.arange(len(places)),
-            boxes=layout.boxes[places],
-            views=(range(len(places)),),
-            places=None if layout.places is None else layout.places[:, places],
-            tower_flops=self._flops_of(len(places)),
-        )
-
     @property
     def _tower_flops(self) -> int:
-        """The tower's FLOPs on one group."""
         return self._flops_of(self._tower.patches)
 
     def _flops_of(self, tokens: int) -> int:
@@ -322,11 +311,10 @@ class SquarePictures(Family):
             projector_flops=self._projector_flops,
         )
 
-    def _keeping_places(self, size: PixelSize, area: tuple[float, float, float, float]) -> VisualLayout:
-        """Return a layout of one group that shows `area`, whose kept rows keep their positions."""
-        tokens = np.arange(self._tower.tokens)
-        boxes = grid_boxes(area, self._side, self._side)
-        return keeping_places(self._in_line(size, 1, tokens, boxes, [range(len(tokens))]))
+    def _one_group(self, size: PixelSize, area: tuple[float, float, float, float]) -> VisualLayout:
+        """Return the layout of one group that shows `area`: left, top, right, bottom in pixels of the picture."""
+        tokens, boxes = np.arange(self._tower.tokens), grid_boxes(area, self._side, self._side)
+        return self._in_line(size, 1, tokens, boxes, [range(len(tokens))])
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:
@@ -336,11 +324,6 @@ class SquarePictures(Family):
         if isinstance(picture, SampledFrames):
             raise VideoError(self.no_video)
         return picture
-
-
-def keeping_places(layout: VisualLayout) -> VisualLayout:
-    """Return a `layout` of one group whose kept rows keep their positions."""
-    return replace(layout, places=np.arange(layout.tokens)[None], extent=layout.tokens)
 
 
 class Llava(SquarePictures):
@@ -362,24 +345,15 @@ class Llava(SquarePictures):
         return other
 
     def _layout(self, size: PixelSize) -> VisualLayout:
-        area = self._processor.source_box(size)
+        (left, top, right, bottom), (width, height) = self._processor.source_box(size), size
         # Patches may leave out the right and the bottom edge, less than a patch.
-        left, top, right, bottom = area
         share = self._side * self._tower.patch_size / self._tower.image_size
-        patched = left, top, left + share * (right - left), top + share * (bottom - top)
-        boxes = grid_boxes(patched, self._side, self._side)
-        layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
-        return replace(layout, seen_share=_share_within(area, size))
+        layout = self._one_group(size, (left, top, left + share * (right - left), top + share * (bottom - top)))
+        seen = (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)
+        return replace(layout, seen_share=seen)
 
 
 def _off_bars(layout: VisualLayout) -> Array:
     """Return [N] int64: the tokens whose area has something of the picture."""
     first, last = layout.boxes[:, :2], layout.boxes[:, 2:]
     return np.flatnonzero(((last > 0) & (first < layout.size)).all(axis=1))
-
-
-def _share_within(box: tuple[float, float, float, float], size: tuple[int, int]) -> float:
-    """Return the share of a picture of `size` (width, height) in `box`: left, top, right, bottom in its pixels."""
-    left, top, right, bottom = box
-    width, height = size
-    return (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)

@@ -84,7 +84,11 @@ class LlavaNextProcessor:
             return effective, effective - width * height
 
         height, width = max(self._settings["image_grid_pinpoints"], key=merit)
-        shown = _fitted(size, width, height)
+        across, down = width / size[0], height / size[1]
+        if across < down:
+            shown = width, min(math.ceil(size[1] * across), height)
+        else:
+            shown = min(math.ceil(size[0] * down), width), height
         return Canvas(width, height, (width - shown[0]) // 2, (height - shown[1]) // 2, shown)
 
 
@@ -96,14 +100,6 @@ def unpadded(size: PixelSize, columns: int, rows: int) -> tuple[slice, slice]:
         return slice(padding, rows - padding), slice(0, columns)
     padding = (columns - int(round(width * (rows / height), 7))) // 2
     return slice(0, rows), slice(padding, columns - padding)
-
-
-def _fitted(size: PixelSize, width: int, height: int) -> PixelSize:
-    """Return the largest size with the aspect ratio of `size` within `width` x `height`, rounded up."""
-    across, down = width / size[0], height / size[1]
-    if across < down:
-        return width, min(math.ceil(size[1] * across), height)
-    return min(math.ceil(size[0] * down), width), height
 
 
 class LlavaNext(Llava):

@@ -113,7 +113,6 @@ class Qwen25VL(Family):
         return [PillowPlan(columns, rows, self._settings["resample"])]
 
     def check_video(self) -> None:
-        """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
     def sample_frames(self, video: Video) -> SampledFrames:
@@ -150,13 +149,11 @@ class Qwen25VL(Family):
         return {**patches, "windows": (1, groups * -(-tokens // side**2), groups * -(-tokens // side))}
 
     def _video_settings(self) -> dict[str, Any]:
-        """Return the processor's settings for video; raises `VideoError` if the bundle is for images only."""
         if self._video is None:
             raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
         return self._video
 
     def _row_of_tokens(self, groups: int, tokens: int) -> VisualLayout:
-        """Return the layout of a picture of `tokens` tokens in one row."""
         merge = self._tower.merge_size
         grid = Grid(groups, merge, merge * tokens)
         return self._layout(grid, self._windows(grid), (tokens, 1), np.arange(groups))
@@ -196,7 +193,6 @@ class Qwen25VL(Family):
         return (np.arange(frames, dtype=np.float32) * (each * np.float32(together / clip.size.fps))).astype(np.int64)
 
     def _flops(self, grid: Grid, windows: Windows | None) -> int:
-        """Return the matmul FLOPs of patches, blocks and merger."""
         tower = self._tower
         pairs = len(tower.full_attention_blocks) * grid.t * (grid.h * grid.w) ** 2
         if windows is not None:
@@ -205,7 +201,6 @@ class Qwen25VL(Family):
         return qwen_tower_flops(tower, grid.patches, pairs, mlp_matrices=self._mlp_matrices, mergers=self._mergers)
 
     def _windows(self, grid: Grid) -> Windows | None:
-        """Return the windows, or None for a tower without windowed blocks."""
         if not self._windowed_blocks:
             return None
         return window_index(grid, self._tower.merge_size, self._tower.window_side)

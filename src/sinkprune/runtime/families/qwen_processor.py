@@ -198,14 +198,11 @@ class TorchvisionResize:
         self._columns, self._rows = (_weights(*lengths) for lengths in zip(size, resized, strict=True))
 
     def __call__(self, picture: Image.Image) -> Array:
-        """Return [height,width,3] uint8 of an RGB image."""
         columns = _resize_rows(np.asarray(picture.transpose(_TRANSPOSE)), self._columns)
         return _resize_rows(np.asarray(Image.fromarray(columns).transpose(_TRANSPOSE)), self._rows)
 
 
 class _Weights(NamedTuple):
-    """The shares of old rows in each new row."""
-
     values: Array
     """[new,old] in a type that holds every sum of weighted pixels exactly."""
     starts: Array

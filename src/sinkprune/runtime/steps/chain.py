@@ -225,12 +225,8 @@ class EncodedPicture:
     def on_host(self) -> tuple[Array, Array, Array, Array | None]:
         """Return `kept_index`, `norms`, `salience` and `merged` as views that cannot be changed: a session gives the
         same arrays to later answers."""
-        return (
-            _read_only(self.kept_index),
-            _read_only(self.norms),
-            _read_only(self.salience),
-            None if self.merged is None else _read_only(self.merged),
-        )
+        index, norms, salience = map(_read_only, (self.kept_index, self.norms, self.salience))
+        return index, norms, salience, None if self.merged is None else _read_only(self.merged)
 
     @property
     def source_tokens(self) -> Array:
@@ -241,10 +237,8 @@ class EncodedPicture:
 
 
 def _read_only(array: Array) -> Array:
-    """Return a view of the array that cannot be changed."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
+    # Views that numpy broadcasts cannot be changed.
+    return np.broadcast_to(array, array.shape)
 
 
 @dataclass(frozen=True)
@@ -320,37 +314,23 @@ def encode(
 
     `question` [T,d] are its words as the decoder receives them, for sanitizers that read it.
     """
-    if plan is None or plan.sanitizer is None:
-        every = np.broadcast_to(np.arange(tower.shape[1]), tower.shape)
-        return _projected(chain, tower, tower.tokens, tower.deepstack, every, clock)
-    sanitizer = chain.plan_engine(plan.sanitizer)
-    inputs = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-    if tower.deepstack is not None:
-        inputs["deepstack"] = tower.deepstack
-    if question is not None:
-        inputs |= {"question": question, "embeddings": _in_llm(chain, tower.tokens, clock)}
-    kept = clock.timed("sanitizer", sanitizer, inputs)
-    index = Later(chain.backend, kept["kept_index"])
-    return _projected(chain, tower, kept["kept_tokens"], kept.get("kept_deepstack"), index, clock)
-
-
-def _projected(
-    chain: Chain,
-    tower: TowerOutput,
-    tokens: Tensor,
-    deepstack: Tensor | None,
-    kept: Array | Later,
-    clock: Stopwatch,
-) -> EncodedPicture:
-    """Return the `tokens`, which are those `kept` [G',n0], as the LLM receives them."""
-    scores = tower.scores
+    tokens, deepstack, scores = tower.tokens, tower.deepstack, tower.scores
+    kept: Array | Later = np.broadcast_to(np.arange(tower.shape[1]), tower.shape)
+    if plan is not None and plan.sanitizer is not None:
+        inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+        if deepstack is not None:
+            inputs["deepstack"] = deepstack
+        if question is not None:
+            inputs |= {"question": question, "embeddings": _in_llm(chain, tokens, clock)}
+        found = clock.timed("sanitizer", chain.plan_engine(plan.sanitizer), inputs)
+        tokens, deepstack = found["kept_tokens"], found.get("kept_deepstack")
+        kept = Later(chain.backend, found["kept_index"])
     if deepstack is not None:
         scores = scores.with_check(chain.backend, "DeepStack features", deepstack)
     return EncodedPicture(_in_llm(chain, tokens, clock), kept, scores, deepstack)
 
 
 def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
-    """Return the tower's `tokens` as the LLM receives them."""
     if chain.projector is None:
         return tokens
     return clock.timed("projector", chain.projector, {"tokens": tokens})["embeddings"]

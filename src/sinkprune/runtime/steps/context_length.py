@@ -93,7 +93,6 @@ def runnable(
 
 
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
-    """Reject a plan that would drop nothing; raises `PruningError`."""
     left = planned.reaching(num_layers)
     drops = planned.plan is not None and planned.plan.picture_share is None
     if drops and not layouts:

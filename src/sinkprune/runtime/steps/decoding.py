@@ -277,49 +277,13 @@ def surviving_rows(backend: Backend, rows: PromptRows, result: Prefill) -> dict[
 
     Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
     """
-    left, text, survivors = np.arange(rows.length), rows.length - len(rows.visual), {}
-    expected, indices = (
-        result.schedule.kept,
-        {layer: backend.numpy(keep) for layer, keep in result.keep_index.items()},
-    )
-    for layer, keep in indices.items():
-        left = left[keep]
-        if len(left) - text != sum(expected[layer]):
-            raise other_rows(f"the select after layer {layer}", len(left) - text, sum(expected[layer]))
+    left, text, survivors = np.arange(rows.length), rows.length - len(rows.visual), dict[int, Array]()
+    for layer, keep in result.keep_index.items():
+        left, expected = left[backend.numpy(keep)], sum(result.schedule.kept[layer])
+        if len(left) - text != expected:
+            raise other_rows(f"the select after layer {layer}", len(left) - text, expected)
         survivors[layer] = left
     return survivors
-
-
-def kept_tokens(
-    backend: Backend,
-    layouts: Sequence[VisualLayout],
-    encoded: Sequence[EncodedPicture],
-    rows: PromptRows,
-    result: Prefill,
-) -> tuple[Kept, ...]:
-    """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
-    survivors, kept = surviving_rows(backend, rows, result), []
-    for number, (layout, own, planned) in enumerate(zip(layouts, encoded, result.schedule.pictures, strict=True)):
-        own_rows = rows.picture == number
-        visual, source = rows.visual[own_rows], rows.source[own_rows]
-        after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
-        index, norms, salience, merged = own.on_host()
-        kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))
-    return tuple(kept)
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """What is reported of a prompt. Refers to nothing on the device."""
-
-    budget: str
-    images: tuple[Kept, ...]
-    tokens_per_layer: list[int]
-    """Visual tokens that each decoder layer ran on."""
-    kv_bytes: int
-    reused_rows: int
-    reused_pictures: bool
-    """Whether rows of the pictures were reused."""
 
 
 @dataclass(frozen=True)
@@ -334,20 +298,21 @@ class PromptRun:
     reused_rows: int
     """How many first rows an earlier request had computed, in the first decoder segment."""
     reused_pictures: bool
+    """Whether rows of the pictures were reused."""
 
     def check(self) -> None:
         """Raise `NumericsError` if the tower's norms or salience are not finite; called when the prefill is done."""
         for picture in self.encoded:
             picture.scores.check()
 
-    def report(self, chain: Chain) -> PromptReport:
-        """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""
-        result = self.prefilled
-        return PromptReport(
-            budget=result.schedule.budget,
-            images=kept_tokens(chain.backend, self.layouts, self.encoded, self.rows, result),
-            tokens_per_layer=result.tokens_per_layer,
-            kv_bytes=kv_bytes(chain, result.cache.lengths),
-            reused_rows=self.reused_rows,
-            reused_pictures=self.reused_pictures,
-        )
+    def kept(self, backend: Backend) -> tuple[Kept, ...]:
+        """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
+        rows, kept = self.rows, list[Kept]()
+        survivors, pictures = surviving_rows(backend, rows, self.prefilled), self.prefilled.schedule.pictures
+        for number, (layout, own, planned) in enumerate(zip(self.layouts, self.encoded, pictures, strict=True)):
+            own_rows = rows.picture == number
+            visual, source = rows.visual[own_rows], rows.source[own_rows]
+            after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
+            index, norms, salience, merged = own.on_host()
+            kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))
+        return tuple(kept)

@@ -48,7 +48,7 @@ class Embedding:
         """Read the file's header; raises `BundleError` for a file without a matching table."""
         lm = manifest.language_model
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
-        self._precision, self._deepstack_width = manifest.precision, manifest.deepstack_width
+        self._precision, self.deepstack_width = manifest.precision, manifest.deepstack_width
         self._dtype = DTYPES[manifest.precision]
         self._row_bytes = self._width * self._dtype.itemsize
         try:
@@ -90,10 +90,6 @@ class Embedding:
         rows = iter(read)
         return np.stack([self._own[token] if token in self._own else next(rows) for token in ids])
 
-    def deepstack_zeros(self, rows: int) -> dict[str, Array]:
-        """Return the additional inputs of `decoder_0` for text rows, by name: zeros [rows,E], or no input."""
-        return {"deepstack": np.zeros((rows, self._deepstack_width), self._dtype)} if self._deepstack_width else {}
-
     def named(self, name: str) -> Array:
         """Return the learned row [d] of that name, such as `image_newline`, in the table's type.
 
@@ -106,7 +102,6 @@ class Embedding:
         return np.frombuffer(b"".join(read), self._dtype).reshape(-1, self._width)
 
     def _offset(self, name: str, shape: tuple[int, ...]) -> int:
-        """Return the place in the file of the tensor of that name and shape."""
         expected, found = _DTYPES[self._precision], self._tensors.get(name)
         if found is None or (found["dtype"], found["shape"]) != (expected, shape):
             state = f"{found['dtype']}{list(found['shape'])}" if found else "not there"
@@ -207,10 +202,10 @@ def lay_out(
             visual.append(np.arange(place, place + len(rows)))
             place += len(rows)
     whole, last = np.concatenate(order), place - len(texts[-1])
-    deepstack_inputs = {
-        name: backend.join([backend.tensor(zeros), *(one.deepstack for one in encoded)], whole)
-        for name, zeros in embedding.deepstack_zeros(len(table)).items()
-    }
+    deepstack_inputs = {}
+    if embedding.deepstack_width:
+        zeros = backend.tensor(np.zeros((len(table), embedding.deepstack_width), table.dtype))
+        deepstack_inputs["deepstack"] = backend.join([zeros, *(one.deepstack for one in encoded)], whole)
     own_positions = positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown])
     placed = []
     # A picture with such rows is in one part.

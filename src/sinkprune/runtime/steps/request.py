@@ -29,7 +29,7 @@ from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, V
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
-from sinkprune.runtime.text.prompt import Text, Turn, check_call_id
+from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, check_text
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import Tools
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "sinkpruner"
 DEFAULT_NEW_TOKENS = 128
 """The default limit of an answer's tokens; lower where engines were built for fewer."""
-ROLES = ("user", "assistant")
 # More than any model has positions. The limit of a bundle's model is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
@@ -142,10 +141,10 @@ class Request:
         if self.tool_call_id is not None:
             check_call_id(self.tool_call_id)
         if self.system is not None:
-            _check_text("system message", self.system)
+            check_text("system message", self.system)
         for picture in self.pictures:
             check_picture(picture)
-        object.__setattr__(self, "history", _turns(self.history))
+        object.__setattr__(self, "history", _checked_turns(self.history))
         check_texts(
             self.texts,
             len(self.pictures) - sum(turn.pictures for turn in self.history),
@@ -225,7 +224,7 @@ def new_request(
         given_choices(options["choice"])
     sources = ordered(given, order)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
-    history = list(_turns(options.pop("history", ())))
+    history = [*_checked_turns(options.pop("history", ()))]
     places = sum(turn.pictures for turn in history) + len(texts) - 1
     first = next((number for number, turn in enumerate(history) if turn.role == "user"), None)
     if first is not None and not places:
@@ -276,65 +275,18 @@ def stop_strings(given: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _turns(given: object) -> tuple[Turn, ...]:
-    """Return turns, each given as a `Turn` or as a role with texts; raises `PromptError` and `UsageError`."""
-    turns = []
-    for each in given if isinstance(given, (tuple, list)) else [given]:
-        turn, content = (each, each.texts) if isinstance(each, Turn) else _pair(each)
-        if turn.role not in (*ROLES, "tool"):
-            raise UsageError(f"history has a Turn of {format_value(turn.role)}, expected {', '.join(ROLES)} or tool.")
-        texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
-        if not texts:
-            raise PromptError("history has a turn without texts. Give it a text; an empty one says nothing.")
-        for text in texts:
-            _check_text("text of a turn", text)
-        calls = turn.tool_calls
-        if type(calls) is not tuple or calls:
-            _check_calls(calls)
-        if calls and turn.role != "assistant":
-            raise UsageError(
-                f"history has a Turn of '{turn.role}' with tool_calls, expected them of an assistant only."
-            )
-        if turn.tool_call_id is not None:
-            check_call_id(turn.tool_call_id)
-        turns.append(replace(turn, texts=texts, tool_calls=tuple(calls)))
-    return tuple(turns)
+def _checked_turns(history: object) -> tuple[Turn, ...]:
+    if isinstance(history, (tuple, list)) and not history:
+        return ()
+    from sinkprune.runtime.text.tools import checked_turns
 
-
-def _check_calls(calls: object) -> None:
-    from sinkprune.runtime.text.tools import ToolCall
-
-    if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
-        raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
-
-
-def _pair(given: object) -> tuple[Turn, object]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2 or given[0] not in ROLES:
-        raise UsageError(
-            f"history has {format_value(given)}, expected a role, which is {' or '.join(ROLES)}, with a text, as in "
-            '[("user", "What is on the table?"), ("assistant", "A cup.")].'
-        )
-    return Turn(given[0], ()), given[1]
-
-
-def _check_text(name: str, text: object) -> None:
-    if isinstance(text, tuple):
-        for part in text:
-            _check_text(name, part)
-        return
-    if not isinstance(text, str):
-        raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # Halves of surrogate pairs, which stand for bytes that are no text.
-        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.") from error
+    return checked_turns(history)
 
 
 def check_texts(texts: Sequence[Any], pictures: int, *, may_be_empty: bool = False) -> None:
     """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
     for text in texts:
-        _check_text("prompt", text)
+        check_text("prompt", text)
     if not texts:
         raise PromptError(_EMPTY)
     if len(texts) != pictures + 1:

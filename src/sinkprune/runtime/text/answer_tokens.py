@@ -9,7 +9,6 @@ from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -37,7 +36,6 @@ class Penalties:
     """
 
     def __init__(self, repetition: float, presence: float, frequency: float, prompt: Iterable[int]) -> None:
-        """Start an answer to a `prompt` of these tokens."""
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
         self._prompt, self._answer = np.fromiter(prompt, np.int64), Counter[int]()
 
@@ -68,7 +66,8 @@ class Sampler:
         penalties: Penalties | None = None,
     ) -> None:
         """Sample greedily at `temperature` 0. Numbers are within `TEMPERATURE`, `TOP_P` and `SEED`."""
-        self._temperature, self._top_p, self._seed, self._penalties = temperature, top_p, seed, penalties
+        self._temperature, self._top_p, self._penalties = temperature, top_p, penalties
+        self._generator = np.random.default_rng(seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -87,11 +86,6 @@ class Sampler:
         if self._penalties is not None:
             self._penalties.add(token)
         return token
-
-    @cached_property
-    def _generator(self) -> np.random.Generator:
-        # A greedy answer needs none.
-        return np.random.default_rng(self._seed)
 
     def _sampled(self, logits: Array) -> int:
         if self._temperature == 0.0:
@@ -192,7 +186,6 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start before the first token of a text."""
         self._tokenizer = tokenizer
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in decoder, b'"ByteFallback"' in decoder
@@ -211,8 +204,7 @@ class TokenBytes:
         if word is None or token in self._special:
             return b""
         alone = self._decoded(token)
-        byte = _FALLBACK.fullmatch(word) if self._byte_fallback else None
-        if byte is not None:
+        if self._byte_fallback and (byte := _FALLBACK.fullmatch(word)):
             found = bytes.fromhex(byte[1])
         elif self._byte_level:
             try:

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import creation_checks_options, format_value
+from sinkprune.contract.checks import creation_checks_options, format_value, type_name
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, decoded_text
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, PolicyFacts, Tokens
@@ -63,13 +63,8 @@ class ChatTemplate:
         `tools` are the functions that the answer may call: data of the template, as the messages are. Raises
         `BundleError` if the template fails.
         """
-        variables: dict[str, Any] = {
-            "messages": messages,
-            "add_generation_prompt": True,
-            "bos_token": bos,
-            "eos_token": eos,
-            **({} if tools is None else {"tools": tools}),
-        }
+        variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+        variables |= {"bos_token": bos, "eos_token": eos, **({} if tools is None else {"tools": tools})}
         try:
             rendered = self._template.render(variables)
             rendered.encode()
@@ -138,6 +133,21 @@ def check_call_id(given: object) -> None:
         raise UsageError(
             f"the id of a tool call is {format_value(given)}, expected 1 to {_ID_CHARACTERS} printable characters."
         )
+
+
+def check_text(name: str, text: object) -> None:
+    """Reject what is neither a text nor a tuple of texts; raises `PromptError`, which calls it `name`."""
+    if isinstance(text, tuple):
+        for part in text:
+            check_text(name, part)
+        return
+    if not isinstance(text, str):
+        raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Halves of surrogate pairs, which stand for bytes that are no text.
+        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.") from error
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -225,7 +235,12 @@ class PromptEncoder:
         self._encoder.add_special_tokens(
             [AddedToken(special.token.content, special=True, normalized=False) for special in self._specials]
         )
-        self._encoder.add_tokens([_stand_in(special) for special in self._specials])
+        # The stand-ins split the text as special tokens do, but are always recognised: they are not special.
+        stand_ins = []
+        for special in self._specials:
+            splits = {name: getattr(special.token, name) for name in ("lstrip", "rstrip", "single_word")}
+            stand_ins.append(AddedToken(special.stand_in, special=False, normalized=False, **splits))
+        self._encoder.add_tokens(stand_ins)
         self._identities = {
             self._encoder.token_to_id(special.stand_in): special.identity for special in self._specials
         }
@@ -233,10 +248,8 @@ class PromptEncoder:
     @classmethod
     def of_bundle(cls, bundle: Bundle) -> PromptEncoder:
         """Return the encoder of a bundle's prompts; raises `BundleError`."""
-        tokenizer, template = bundle.files[TOKENIZER], bundle.files[CHAT_TEMPLATE]
-        manifest = bundle.manifest
-        files = tokenizer.read(TOKENIZER_BYTES), template.read(TEMPLATE_BYTES)
-        return cls(*files, manifest.tokens, manifest.policy)
+        files = bundle.files[TOKENIZER].read(TOKENIZER_BYTES), bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
+        return cls(*files, bundle.manifest.tokens, bundle.manifest.policy)
 
     def encode(
         self,
@@ -278,8 +291,7 @@ class PromptEncoder:
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
-        with tokenizer_errors("cannot encode the prompt"):
-            encoded = self._encoder.encode(rendered, add_special_tokens=adds).ids
+        encoded = self._encoded(rendered, adds=adds)
         ids = [self._identities.get(token, token) for token in encoded]
         image = self._encoder.token_to_id(self._image)
         found = [place for place, token in enumerate(encoded) if token == image]
@@ -310,10 +322,8 @@ class PromptEncoder:
         tokens = 0
         for text in texts:
             for start in range(0, len(text), _PIECE):
-                with tokenizer_errors("cannot encode the prompt"):
-                    found = len(self._encoder.encode(text[start : start + _PIECE], add_special_tokens=False))
                 # A word that a piece begins or ends in may have more tokens than it has as a whole.
-                tokens += max(0, found - _CUT_TOKENS)
+                tokens += max(0, len(self._encoded(text[start : start + _PIECE])) - _CUT_TOKENS)
                 if tokens > most:
                     raise PromptError(
                         f"the prompt is too long: its text has more than the model's {most} positions. Shorten it."
@@ -322,9 +332,7 @@ class PromptEncoder:
     def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
         words = " ".join(filter(None, chain.from_iterable(map(text_parts, texts))))
-        with tokenizer_errors("cannot encode the prompt"):
-            ids: list[int] = self._encoder.encode(words, add_special_tokens=False).ids
-        return [self._identities.get(token, token) for token in ids]
+        return [self._identities.get(token, token) for token in self._encoded(words)]
 
     def answer_ids(self, text: str) -> list[int]:
         """Return the token ids that a model generates for an answer of this text, without a stop token.
@@ -333,8 +341,8 @@ class PromptEncoder:
         `UsageError` for a text that these tokens do not decode to: the tokenizer may lack characters.
         """
         for written in (f" {text}", text):
-            with tokenizer_errors("cannot encode an answer"):
-                ids: list[int] = self._encoder.encode(written, add_special_tokens=False).ids
+            ids = self._encoded(written)
+            with tokenizer_errors("cannot decode an answer"):
                 found = self.tokenizer.decode(ids, skip_special_tokens=True)
             if not self._identities.keys() & ids and found == text:
                 return ids
@@ -347,6 +355,12 @@ class PromptEncoder:
     def special_ids(self) -> frozenset[int]:
         """The special tokens, which write no text, and the image token."""
         return frozenset(one.identity for one in self._specials if one.token.content not in CALL_MARKS)
+
+    def _encoded(self, text: str, *, adds: bool = False) -> list[int]:
+        """Return the encoder's token ids of `text`; `adds` is whether the tokenizer adds special tokens."""
+        with tokenizer_errors("cannot encode the prompt"):
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=adds).ids
+        return ids
 
     def _split_images(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:
         """Return `rendered` with each image at as many places as its piece has gaps between texts."""
@@ -376,12 +390,8 @@ class PromptEncoder:
         probe = str(secrets.randbits(64))
         for in_parts in (True, False):
             question = {"role": "user", "content": [{"type": "image"}, *_text_content(["?"])]}
-            try:
-                rendered = self._render([_system_message([probe], in_parts), question])
-            except BundleError:
-                continue
             # A template that takes no parts writes them as Python does, in quotes.
-            before, found, _ = rendered.partition(probe)
+            before, found, _ = self._tried([_system_message([probe], in_parts), question]).partition(probe)
             if found and not before.endswith(("'", '"')):
                 parts = (text,) if isinstance(text, str) else text
                 return [_system_message([*map(self._quoted, parts)], in_parts)]
@@ -391,7 +401,6 @@ class PromptEncoder:
         )
 
     def _message(self, turn: Turn) -> _Message:
-        """Return a turn as the template takes it."""
         if turn.role == "tool":
             result = "".join(chain.from_iterable(map(text_parts, turn.texts)))
             return self._quoted_json({"role": turn.role, "tool_call_id": turn.tool_call_id, "content": result})
@@ -416,11 +425,7 @@ class PromptEncoder:
     def _takes_turns(self) -> bool:
         """Whether the template writes a question after an earlier one and its answer."""
         turns = [Turn("user", ("", "?")), Turn("assistant", ("!",)), Turn("user", ("?",))]
-        try:
-            self._render([*map(self._message, turns)])
-        except BundleError:
-            return False
-        return True
+        return bool(self._tried([*map(self._message, turns)]))
 
     @cached_property
     def _writes_calls(self) -> bool:
@@ -432,10 +437,7 @@ class PromptEncoder:
             {"role": "assistant", "content": [], "tool_calls": [_call("0", f"f{probe}", {"x": 1})]},
             self._message(Turn("tool", (f"r{probe}",), tool_call_id="0")),
         ]
-        try:
-            rendered = self._render(messages, [{"type": "function", "function": function}])
-        except BundleError:
-            return False
+        rendered = self._tried(messages, [{"type": "function", "function": function}])
         written = self._with_stand_ins(call_text(f"f{probe}", '{"x": 1}'))
         return all(text in rendered for text in (f"d{probe}", written, f"r{probe}"))
 
@@ -453,6 +455,13 @@ class PromptEncoder:
         probe = str(secrets.randbits(64))
         content = [*_text_content([probe]), {"type": "image"}]
         return probe in self._render([{"role": "user", "content": content}]).partition(self._image)[0]
+
+    def _tried(self, messages: list[_Message], functions: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return what the template writes, and "" where it fails."""
+        try:
+            return self._render(messages, functions)
+        except BundleError:
+            return ""
 
     def _render(self, messages: list[_Message], functions: Sequence[Mapping[str, Any]] | None = None) -> str:
         tools = None if functions is None else self._quoted_json([*functions])
@@ -501,16 +510,3 @@ def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
         _Special(identity, token, f"\ue000{nonce}+{identity}\ue001", f"\ue000{nonce}-{identity}\ue001")
         for identity, token in sorted(added, key=lambda item: -len(item[1].content))
     ]
-
-
-def _stand_in(special: _Special) -> AddedToken:
-    """Return a token that splits the text as the special token does, but is always recognised: it is not special."""
-    token = special.token
-    return AddedToken(
-        special.stand_in,
-        special=False,
-        normalized=False,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        single_word=token.single_word,
-    )

@@ -1,4 +1,4 @@
-"""Functions that an answer may call: their definitions, their calls, and the grammar of answers with calls.
+"""Earlier turns, and functions that an answer may call: definitions, calls, and the grammar of answers with calls.
 
 Calls have the form of Hermes and Qwen, which their chat templates write:
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkprune.contract.checks import check_type, creation_checks_options, format_value
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.text.answer_form import check_together, checked_schema, json_copy, json_rule, written_grammar
 from sinkprune.runtime.text.prompt import (
@@ -26,11 +26,14 @@ from sinkprune.runtime.text.prompt import (
     CALL_MARKS,
     END,
     NAME_BEFORE,
+    Turn,
     check_call_id,
+    check_text,
 )
 
 # Definitions may come from network clients. Templates write them all into the prompt.
 TOOLS_BYTES, MOST_TOOLS = 1 << 16, 128
+ROLES = ("user", "assistant")
 CHOICES = ("auto", "none", "required")
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS, _ANY = {"type": "object", "properties": {}}, {"type": "object"}
@@ -197,3 +200,37 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if "properties" not in schema or _OPENING & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}
+
+
+def checked_turns(given: object) -> tuple[Turn, ...]:
+    """Return turns, each given as a `Turn` or as a role with texts; raises `PromptError` and `UsageError`."""
+    turns = []
+    for each in given if isinstance(given, (tuple, list)) else [given]:
+        turn, content = (each, each.texts) if isinstance(each, Turn) else _pair(each)
+        if turn.role not in (*ROLES, "tool"):
+            raise UsageError(f"history has a Turn of {format_value(turn.role)}, expected {', '.join(ROLES)} or tool.")
+        texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
+        if not texts:
+            raise PromptError("history has a turn without texts. Give it a text; an empty one says nothing.")
+        for text in texts:
+            check_text("text of a turn", text)
+        calls = turn.tool_calls
+        if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
+            raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
+        if calls and turn.role != "assistant":
+            raise UsageError(
+                f"history has a Turn of '{turn.role}' with tool_calls, expected them of an assistant only."
+            )
+        if turn.tool_call_id is not None:
+            check_call_id(turn.tool_call_id)
+        turns.append(replace(turn, texts=texts, tool_calls=tuple(calls)))
+    return tuple(turns)
+
+
+def _pair(given: object) -> tuple[Turn, object]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or given[0] not in ROLES:
+        raise UsageError(
+            f"history has {format_value(given)}, expected a role, which is {' or '.join(ROLES)}, with a text, as in "
+            '[("user", "What is on the table?"), ("assistant", "A cup.")].'
+        )
+    return Turn(given[0], ()), given[1]

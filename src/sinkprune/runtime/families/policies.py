@@ -1,13 +1,15 @@
-"""The pictures of pi0 and pi0.5: whole, in a part of a square.
+"""The pictures of policies and of PaliGemma, whose kept tokens keep their positions.
 
-LeRobot resizes floats bilinearly without antialiasing, as PyTorch's `interpolate`. Bars are black. LeRobot 0.4 filled
-them with -3, which its later versions and openpi do not.
+pi0's and pi0.5's fill a part of a square, PaliGemma's and OpenVLA's are stretched to one. LeRobot resizes floats
+bilinearly without antialiasing, as PyTorch's `interpolate`. Bars are black. LeRobot 0.4 filled them with -3, which
+its later versions and openpi do not.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -16,17 +18,20 @@ from PIL import Image
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import (
+    Colours,
+    FusedTower,
     LeRobotResize,
     Manifest,
     PixelSettings,
     PolicyFacts,
+    Scales,
     Side,
     SiglipTower,
 )
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import VisualLayout
+from sinkprune.contract.schedule import VisualLayout, vit_flops
 from sinkprune.runtime.families import Fit
-from sinkprune.runtime.families.llava import PixelSize, SquarePictures, pixel_values
+from sinkprune.runtime.families.llava import Llava, PixelSize, SquarePictures, check_settings, pixel_values
 
 if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameForm, FramePlan
@@ -50,7 +55,6 @@ class PaddedSquare(ABC):
     """Resizes whole images into a square, and fills the rest of it."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take checked `settings`."""
         self._settings, self._side = settings, settings["pad_size"]["height"]
 
     @abstractmethod
@@ -169,12 +173,36 @@ def _neighbours(old: int, length: int) -> tuple[Array, Array, Array]:
     return first, np.minimum(first + 1, old - 1), (places - first).astype(np.float32)
 
 
-class Pi0(SquarePictures):
-    """The image side of a pi0 bundle. A picture is the frame of a camera, in one group of tokens."""
+def keeping_places(layout: VisualLayout) -> VisualLayout:
+    """Return a `layout` of one group whose kept rows keep their positions."""
+    return replace(layout, places=np.arange(layout.tokens)[None], extent=layout.tokens)
+
+
+class PaliGemma(Llava):
+    """The image side of a PaliGemma bundle."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
+
+    def _layout(self, size: PixelSize) -> VisualLayout:
+        return keeping_places(super()._layout(size))
+
+
+class _Policy(SquarePictures):
+    """A picture is the frame of a camera, in one group of tokens."""
+
+    no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
+
+    def fitted(self, fit: Fit) -> None:
+        """Return None: policies are trained with one way to turn pictures into squares."""
+
+
+class Pi0(_Policy):
+    """The image side of a bundle of pi0, pi0.5 or pi0-FAST."""
 
     _processor: PaddedSquare
     _masked = True
-    no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest, manifest.tower(SiglipTower))
@@ -190,17 +218,51 @@ class Pi0(SquarePictures):
 
         return bilinear_form(self._tower.image_size, self._dtype, self._settings)
 
-    def fitted(self, fit: Fit) -> Pi0 | None:
-        """Return None: policies are trained with one way to turn pictures into squares."""
-        return None
-
     def _layout(self, size: PixelSize) -> VisualLayout:
         # The expert's rotary embedding continues the positions.
-        return self._keeping_places(size, self._processor.square_box(size))
+        return keeping_places(self._one_group(size, self._processor.square_box(size)))
 
 
-class Pi05(Pi0):
-    """The image side of a pi0.5 bundle."""
+class FusedSettings(PixelSettings):
+    """Conversion of a stretched image to the inputs of two towers. `image_mean` and `image_std` are the first's."""
+
+    size: dict[str, Side]
+    second_mean: Colours
+    second_std: Scales
+
+
+class OpenVla(_Policy):
+    """The image side of a bundle of OpenVLA or OpenVLA-OFT: pictures in the colours of both towers."""
+
+    _tower: FusedTower
+
+    def __init__(self, manifest: Manifest) -> None:
+        tower, settings = manifest.tower(FusedTower), manifest.processor
+        super().__init__(manifest, tower)
+        from_json(FusedSettings, {**settings}, "$.processor")
+        self._second = {**settings, "image_mean": settings["second_mean"], "image_std": settings["second_std"]}
+        check_settings(self._second, self._dtype)
+        d, width = tower.hidden_size + tower.dino.hidden_size, manifest.language_model.hidden_size
+        self._projector_flops = 2 * (4 * d * d + 4 * d * width + width**2)
+
+    def frame_form(self) -> None:
+        """Return None: the host prepares frames."""
+        return
+
+    def _pixels(self, image: Image.Image) -> Array:
+        """Return [1,6,side,side] fp32: DINOv2's colours, then SigLIP's."""
+        size, resample = self._settings["size"], Image.Resampling(self._settings["resample"])
+        pixels = np.asarray(image.resize((size["width"], size["height"]), resample))
+        both = [pixel_values(pixels, settings) for settings in (self._settings, self._second)]
+        return np.ascontiguousarray(np.concatenate(both, axis=2).transpose(2, 0, 1))[None]
+
+    @property
+    def _tower_flops(self) -> int:
+        tower, dino = self._tower, self._tower.dino
+        return vit_flops(tower, tower.tokens, {}) + vit_flops(dino, 1 + self._tower.registers + dino.tokens, {})
+
+    def _layout(self, size: PixelSize) -> VisualLayout:
+        return keeping_places(self._one_group(size, (0.0, 0.0, float(size[0]), float(size[1]))))
 
 
 def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
