@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sinkprune.contract.budgets import AVERAGING
 from sinkprune.contract.checks import checks_options, counted, escaped, format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import CAMERA_PREFIX
+from sinkprune.contract.policy_facts import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video, as_image
