@@ -277,9 +277,11 @@ class Interfaces:
         return [self.floats("tokens", None, tokens, width), *values, *self._deepstack("deepstack", None, tokens)]
 
     def floats(self, name: str, *shape: Any) -> TensorSpec:
+        """Return the tensor `name` of the bundle's float type."""
         return TensorSpec(name, DTYPES[self.manifest.precision].name, shape)  # type: ignore[arg-type]
 
     def rows(self, suffix: str = "") -> list[TensorSpec]:
+        """Return the rows of the decoder, and the tables of their positions."""
         tables = [self.floats(f"{table}{suffix}", 1, None, self.lm.head_dim // 2) for table in ("cos", "sin")]
         return [self.floats(f"hidden{suffix}", 1, None, self.lm.hidden_size), *tables]
 
@@ -287,6 +289,7 @@ class Interfaces:
         return [self.floats(name, *shape, self._deepstack_width)] if self._deepstack_width else []
 
     def heads(self, name: str, count: int, rows: Any = None) -> TensorSpec:
+        """Return the tensor `name` [1,count,rows,head_dim]."""
         return self.floats(name, 1, count, rows, self.lm.head_dim)
 
     def _caches(self, prefix: str, layers: range, rows: Any) -> Iterator[TensorSpec]:

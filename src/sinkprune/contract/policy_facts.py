@@ -181,12 +181,14 @@ class PolicyFacts:
 
     def interfaces(self, model: Interfaces) -> Iterator[Interface]:
         """Yield the interfaces of the graphs that only policies have."""
+        if self.new_tokens:
+            return
         if self.expert is not None:
             yield from self._of_expert(model, self.expert)
-        elif not self.new_tokens:
+        else:
             actions = TensorSpec("actions_out", "float32", (1, self.chunk, self.action_dim))
             yield ACTION_HEAD, model.rows()[:1], [actions]
-            if self.state_dim:
+            if STATE_PROJECTOR in self.other_graphs:
                 state = TensorSpec("state", "float32", (1, 1, self.state_dim))
                 yield STATE_PROJECTOR, [state], [model.floats("state_row", 1, 1, model.lm.hidden_size)]
 
