@@ -18,6 +18,7 @@ from sinkprune.contract.budgets import Plan
 from sinkprune.contract.checks import (
     OPTIONAL,
     Bounds,
+    Imported,
     RealNumber,
     SchemaError,
     WholeNumber,
@@ -29,6 +30,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.policy_facts import NumberRanges
 
 Share = Annotated[int | float, Bounds(0, 1)]
 
@@ -71,10 +73,14 @@ class Tree:
     either: Leaf | Fruit
     loose: Loose
     anything: Any
+    ranges: Annotated[dict[str, Any], Imported("sinkprune.contract.policy_facts:NumberRanges")] | None
 
 
 LOOSE: Loose = {"share": 1, "name": "a", "pairs": [0, 0.5]}
-TREE = Tree("a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), {"l": Leaf(2, 1.5)}, Fruit("pear"), LOOSE, [1, "n"])
+RANGES: Any = NumberRanges((0.0,), (1.0,))
+TREE = Tree(
+    "a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), {"l": Leaf(2, 1.5)}, Fruit("pear"), LOOSE, [1, "n"], RANGES
+)
 JSON: dict[str, Any] = json.loads(json.dumps(to_json(TREE)))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -110,6 +116,8 @@ def test_values_come_back_as_they_were() -> None:
         ({"loose": {"name": ""}}, "$.loose.name: found '', expected 1 to 9 printable characters"),
         ({"loose": {"pairs": [1]}}, "expected a list of 2, each a number from 0 to 1 or a whole number"),
         ({"count": "x" * 10**6}, f"$.count: found 'x{'x' * 78}..., expected a whole number"),
+        ({"ranges": 1}, "$.ranges: found 1, expected an object or null"),
+        ({"ranges": {"low": [0]}}, "$.ranges: missing field 'high'"),
         ({"nmae": 1}, "$: unknown field 'nmae'"),
         ({"__class__": 1}, "$: unknown field '__class__'"),
     ],

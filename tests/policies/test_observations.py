@@ -23,7 +23,8 @@ from sinkprune.contract.errors import (
     UnusualStateWarning,
     UsageError,
 )
-from sinkprune.contract.manifest import Manifest, NumberRanges
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.policy_facts import NumberRanges
 from sinkprune.policies.observation import (
     normalised_actions,
     normalised_state,

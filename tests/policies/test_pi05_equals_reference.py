@@ -19,7 +19,8 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies import chunk

@@ -20,7 +20,7 @@ from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import CheckpointError, NumericsError, PromptError, UnusualStateWarning, UsageError
 from sinkprune.contract.flops import expert_flops, layer_flops, policy_flops
-from sinkprune.contract.manifest import NumberRanges
+from sinkprune.contract.policy_facts import NumberRanges
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.presets import PRESETS, small_text

@@ -341,14 +341,6 @@ def is_tower(graph: str) -> bool:
     return graph in (TOWER, *OTHER_TOWERS.values())
 
 
-AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
-"""The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
-
-All other methods drop such tokens. Outliers are apart: `Counts.sink` says whether a plan averages them. The methods
-are known by name, because a bundle's plans do not say this.
-"""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The weightless graphs of one method at one budget, by their name under `graphs`."""

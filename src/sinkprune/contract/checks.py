@@ -3,7 +3,7 @@
 A kind is a type: `int`, `float`, `bool`, `str`, `Any`; `list`, `tuple`, `dict` or `Literal` of others; `X | None`.
 `Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields, of
 which it may lack those with the metadata `OPTIONAL`. A TypedDict is an object with its required fields; other fields
-are ignored.
+are ignored. `Annotated[dict, Imported("package.module:Class")]` is an object of a dataclass.
 """
 
 from __future__ import annotations
@@ -89,6 +89,25 @@ class Bounds:
         return self.least <= size <= self.most and (not isinstance(value, str) or value.isprintable())
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A dataclass that is imported with the first object of its kind, for example the facts of a policy."""
+
+    place: str
+    """Its module and name, as in `package.module:Class`."""
+
+    def hold(self, value: Any) -> bool:
+        """Return True: `from_json` checks the object's fields."""
+        return True
+
+    def load(self) -> Any:
+        """Return the dataclass."""
+        # Commands start with few modules.
+        from sinkprune.contract.registry import load_object
+
+        return load_object(self.place)
+
+
 Size = Annotated[int, Bounds(1, 1 << 30)]
 """A number of elements, tokens or rows along one axis."""
 Width = Annotated[int, Bounds(1, 1 << 20)]
@@ -166,6 +185,8 @@ def describe(kind: Any) -> str:
     if origin is not Annotated:
         return _WORDS[_json_type(kind)]
     inner, bounds = arguments
+    if isinstance(bounds, Imported):
+        return describe(inner)
     ends = [str(end) if isinstance(end, int) else f"{end:g}" for end in (bounds.least, bounds.most)]
     limits = " to ".join(dict.fromkeys(ends))
     if inner is str:
@@ -188,7 +209,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         raise SchemaError(f"{where}: found {format_value(data)}, expected {describe(kind)}")
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return _read(arguments[0], data, where)
+        inner, detail = arguments
+        return _read(detail.load() if isinstance(detail, Imported) else inner, data, where)
     if origin in (typing.Union, UnionType):
         fitting = [one for one in arguments if fits(one, data)]
         if isinstance(data, dict) and fitting[1:]:

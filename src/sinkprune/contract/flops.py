@@ -6,8 +6,12 @@ FLOPs are those of matrix products. `sinkprune.contract.schedule` has those of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts, QwenTower
+from sinkprune.contract.manifest import LanguageModel, Manifest, QwenTower
+
+if TYPE_CHECKING:
+    from sinkprune.contract.policy_facts import PolicyFacts
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:

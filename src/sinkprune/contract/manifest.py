@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
 
 from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, UNPRUNED, Budget, Plan, is_tower
-from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Width, unknown_name
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Imported, Size, Width, unknown_name
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
-from sinkprune.contract.model_facts import LanguageModel as LanguageModel
-from sinkprune.contract.model_facts import NumberRanges as NumberRanges
-from sinkprune.contract.model_facts import PolicyFacts as PolicyFacts
 from sinkprune.contract.precision import PrecisionName, WeightForms
+
+if TYPE_CHECKING:
+    from sinkprune.contract.policy_facts import PolicyFacts as PolicyFacts
+else:
+    PolicyFacts = Annotated[dict, Imported("sinkprune.contract.policy_facts:PolicyFacts")]
 
 Side = Annotated[int, Bounds(1, 1 << 14)]
 """A number of pixels, patches or frames along one side."""
 
 
-CAMERA_PREFIX = "observation.images."
-"""What LeRobot writes before the name of a camera."""
+@dataclass(frozen=True)
+class LanguageModel:
+    """Facts of the decoder. Sizes are in elements."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_layers: Few
+    num_heads: Few
+    num_kv_heads: Few
+    head_dim: Few
+    vocab_size: Size
+    max_positions: Size
+    rope_theta: Annotated[float, Bounds(1, 1e12)]
+    rope_sections: tuple[Count, ...] = ()
+    """The number of consecutive rotary frequencies for each axis of a position in mRoPE: time, height, width, time
+    again, and so on. Empty if a position is one number."""
+    rope_factor: Annotated[float, Bounds(1, 1e6)] = field(default=1.0, metadata=OPTIONAL)
+    """What positions are divided by: linear scaling of rotary positions."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +191,6 @@ class SquareSettings(PixelSettings):
     do_pad: bool
 
 
-LeRobotResize = Literal["resize_with_pad_torch", "resize_with_pad"]
-"""LeRobot's functions that turn an image into a part of a square: in its middle, or at its right and lower edges."""
 Tiles = Annotated[int, Bounds(1, 64)]
 """A number of squares that an image is cut into."""
 
@@ -193,12 +209,10 @@ BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
 """The files that the runtime reads besides graphs and their weights."""
 EXPERT = "expert"
 """The graph of one denoising step of a policy."""
-MODULATION = "modulation"
-"""The graph of what a policy's expert reads of a step's time, where that is much."""
 ACTION_HEAD = "action_head"
 """The graph from a policy's last rows to a chunk, where no expert denoises it."""
-STATE_PROJECTOR = "state_projector"
-"""The graph of the row that has the robot's state in a policy's prompt."""
+PLACEHOLDER_ROW, STATE_ROW, STOP_ROW = -1, -2, -3
+"""Rows of a policy's prompt that are no text, in the place of token ids."""
 
 Dtype = Literal["float32", "float16", "int64", "bool", "uint8"]
 DialectName = Literal["opset24", "opset20"]
@@ -300,15 +314,9 @@ class Manifest:
     """The checkpoint's `repetition_penalty`, which greedy answers have too; None for none."""
 
     @property
-    def modulates(self) -> bool:
-        """Return whether the expert's norms read the graph `modulation`, which runs once for each time."""
-        return self.policy is not None and bool(self.policy.expert and self.policy.state_in_prompt)
-
-    @property
     def policy_graphs(self) -> tuple[str, ...]:
         """Return the graphs of a policy besides the last one."""
-        has_state_row = self.policy is not None and bool(self.policy.rows and self.policy.state_dim)
-        return (*[MODULATION] * self.modulates, *[STATE_PROJECTOR] * has_state_row)
+        return self.policy.other_graphs if self.policy else ()
 
     @property
     def reads_caches(self) -> bool:
@@ -325,9 +333,7 @@ class Manifest:
     @property
     def last_graph(self) -> str:
         """Return the graph after the decoder: `head`, or `expert` or `action_head` in a policy."""
-        if self.decodes or self.policy is None:
-            return "head"
-        return EXPERT if self.policy.expert else ACTION_HEAD
+        return self.policy.last_graph if self.policy else "head"
 
     @property
     def decodes(self) -> bool:

@@ -31,7 +31,7 @@ from sinkprune.contract.checks import (
     to_json,
 )
 from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
-from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
+from sinkprune.contract.files.versioned_file import read_versioned, write_versioned
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.profiling.other_load import LOADED

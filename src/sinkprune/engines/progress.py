@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.progress import TaskID
 
+from sinkprune.contract.command_line.bars import new_bars
 from sinkprune.contract.command_line.command import INTERRUPTS
-from sinkprune.contract.command_line.progress import new_bars
 
 
 class BuildProgress:

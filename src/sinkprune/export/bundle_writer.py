@@ -38,11 +38,10 @@ from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, save_plan
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, OpenCheckpoint, open_source
-from sinkprune.export.weights import PRECISIONS, Precision, WeightForm, check_dialect, chosen_forms, form_of
+from sinkprune.export.weights import PRECISIONS, Precision, WeightForm, chosen_forms, form_of
 
 if TYPE_CHECKING:
     from sinkprune.export.weights.quantised_weights import Requantised
-    from sinkprune.export.weights.rounding import RoundedMatrix
 
 # A generous bound of graphs, tokenizer and manifest.
 _SMALL_FILES_BYTES = 64 << 20
@@ -161,7 +160,7 @@ class _Export:
             self.precision, request.weights, request.vision_weights, request.block_size, quantisation
         )
         repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
-        check_dialect(self.forms, request.dialect, repacked)
+        self.dialect.check_forms(self.forms, repacked)
         family, tower = source.family, source.family.vision
         groups = family.groups_of(source.processor)
         self.facts = PlanFacts(
@@ -215,25 +214,14 @@ class _Export:
         name = forms.vision if is_tower(graph) else forms.decoder
         if self._source.quantisation is None:
             return form_of(name, forms.block_size)
-        from sinkprune.export.weights.quantised_weights import (
-            CheckpointForm,
-            QuantisedWeights,
-            RepackedForm,
-            Requantised,
-        )
+        from sinkprune.export.weights.quantised_weights import QuantisedWeights, decoder_form, reporting_form
 
         assert isinstance(weights, QuantisedWeights)
-
-        def on_rounded(name: str, weight: Array, found: RoundedMatrix) -> None:
-            if weights.quantised(name):
-                self._requantised(Requantised.between(name, weight, found.values()))
-
-        form = form_of(name, forms.block_size, on_rounded)
+        form = reporting_form(weights, name, forms.block_size, self._requantised)
         if is_tower(graph):
             return form
-        if weights.quantisation.repacks(requested):
-            form = RepackedForm(weights, forms.block_size, self._count)
-        return CheckpointForm(weights, form, form_of(requested or self.precision.name, forms.block_size))
+        floats = form_of(requested or self.precision.name, forms.block_size)
+        return decoder_form(weights, form, floats, requested, forms.block_size, self._count)
 
 
 def weight_bytes_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]], precision: Precision) -> int:

@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None) -> None:
             )
     rounded_again = None
     if requantised:
-        from sinkprune.export.weights.quantised_weights import summary
+        from sinkprune.export.weights.quantised_weights import in_words, summary
 
         rounded_again = summary(requantised)
-        sys.stderr.write(_rounded_again(rounded_again))
+        sys.stderr.write(in_words(rounded_again))
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
     if options.max_pixels is None and "max_pixels" in manifest.processor:
@@ -170,15 +170,6 @@ def _unused_settings(settings: dict[str, Any]) -> str:
     return (
         f"not applied: {escaped(listed)} of the checkpoint's generation settings. Answers are greedy unless a "
         "request has a temperature.\n"
-    )
-
-
-def _rounded_again(errors: dict[str, Any]) -> str:
-    largest = errors["largest"]
-    return (
-        f"rounded a second time: {errors['layers']} matrices that the checkpoint had quantised, relative L2 error "
-        f"{errors['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
-        f"in {escaped(largest['layer'])}\n"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from sinkprune.contract.budgets import FAMILIES
-from sinkprune.contract.checks import counted, unknown_name
+from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
@@ -282,10 +282,14 @@ def _quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | None
 
 
 def _open_random(request: ExportRequest) -> OpenCheckpoint:
-    from sinkprune.export.checkpoint.presets import PRESETS, RandomWeights, small_text
+    from sinkprune.export.checkpoint.presets import RandomWeights, preset_or_file, small_text
 
     source = request.source
-    config = PRESETS[source] if source in PRESETS else _own_config(source, PRESETS)
+    config = preset_or_file(source)
+    if _is_lerobot(config):
+        from sinkprune.export.checkpoint.lerobot import translated_config
+
+        config = translated_config(source, config)
     if _quantisation(source, config):
         raise CheckpointError(
             f"'{source}' has a quantization_config, and random weights are floats. Take it out, and add "
@@ -298,25 +302,6 @@ def _open_random(request: ExportRequest) -> OpenCheckpoint:
     return OpenCheckpoint(
         family, RandomWeights(), _formed(text, family), processor, checkpoint, images, family.policy({})
     )
-
-
-def _own_config(source: str, presets: Iterable[str]) -> dict[str, Any]:
-    path = Path(source)
-    # The user's own file may be a link.
-    resolved = path.resolve()
-    folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
-    if not has_entry(folder, name):
-        raise CheckpointError(
-            unknown_name(
-                f"'{source}' is no config.json, no folder holding one and no preset", source, presets, "Presets are"
-            )
-        )
-    config = read_json(folder, name)
-    if not _is_lerobot(config):
-        return config
-    from sinkprune.export.checkpoint.lerobot import translated_config
-
-    return translated_config(source, config)
 
 
 def _is_lerobot(config: Mapping[str, Any]) -> bool:

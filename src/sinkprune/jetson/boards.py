@@ -25,11 +25,11 @@ from sinkprune.contract.manifest import (
     GraphSpec,
     LanguageModel,
     Manifest,
-    PolicyFacts,
     Tokens,
     Tower,
     decoder_segments,
 )
+from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.contract.precision import WeightForms
 
 _PRESETS_FILE = Path(__file__).with_name("presets.json")

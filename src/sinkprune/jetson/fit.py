@@ -19,8 +19,9 @@ from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.flops import decode_bytes, policy_flops, prefill_flops
-from sinkprune.contract.manifest import MODULATION, Manifest
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
+from sinkprune.contract.policy_facts import MODULATION
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.engines.targets import COPIES, disk_bytes, weights_bytes

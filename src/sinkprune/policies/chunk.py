@@ -15,11 +15,10 @@ from tokenizers import Tokenizer
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import NumericsError, PromptError
-from sinkprune.contract.manifest import MODULATION, STATE_PROJECTOR, Manifest
-from sinkprune.contract.model_facts import (
-    PLACEHOLDER_ROW,
-    STATE_ROW,
-    STOP_ROW,
+from sinkprune.contract.manifest import PLACEHOLDER_ROW, STATE_ROW, STOP_ROW, Manifest
+from sinkprune.contract.policy_facts import (
+    MODULATION,
+    STATE_PROJECTOR,
     ActionRows,
     ActionTokens,
     FastTokens,

@@ -22,7 +22,7 @@ import numpy as np
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import RealNumber, WholeNumber, check_callable, checks_options, format_value
 from sinkprune.contract.errors import NumericsError, UsageError
-from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.policies.observation import Cameras
 from sinkprune.policies.policy import Policy

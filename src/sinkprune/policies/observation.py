@@ -11,7 +11,8 @@ import numpy as np
 
 from sinkprune.contract.checks import WholeNumber, counted, format_value, is_number, type_name, warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
-from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.policy_facts import CAMERA_PREFIX, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.policies import state_prompt
 from sinkprune.runtime.steps.pictures import PictureLike, ordered

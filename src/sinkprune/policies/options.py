@@ -15,7 +15,8 @@ from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
-from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.policies.observation import in_trained_order, observed, short_name, unusual_state
 from sinkprune.runtime.commands.reports import frame_files
 from sinkprune.runtime.media.images import FileFacts

@@ -11,7 +11,7 @@ from typing import Any
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import check_plan_names, check_type, checks_options, checks_options_and, shows_fields
-from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.deadlines.costs import ActionCosts

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sinkprune.contract.budgets import AVERAGING
 from sinkprune.contract.checks import checks_options, counted, escaped, format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import CAMERA_PREFIX
+from sinkprune.contract.policy_facts import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video, as_image
@@ -36,6 +35,13 @@ _UNSEEN: Colour = (60, 60, 66)
 # From early to late stages
 _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 
+
+AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
+"""The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
+
+All other methods drop such tokens. Outliers are apart: `Counts.sink` says whether a plan averages them. The methods
+are known by name, because a bundle's plans do not say this.
+"""
 _SHADE = 0.72
 _AVERAGED_FILL = 0.3
 _TINT = 0.75

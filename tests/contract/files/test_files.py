@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files.manifest_file import write_versioned
 from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.output_files import check_apart, check_outputs, check_writable, write_whole
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular, parsed_json, read_bytes
+from sinkprune.contract.files.versioned_file import write_versioned
 
 
 def test_a_file_of_the_limit_is_read_and_one_byte_more_refused(tmp_path: Path) -> None:

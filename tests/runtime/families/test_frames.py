@@ -18,7 +18,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.budgets import BARLESS_TOWER, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import LeRobotResize
+from sinkprune.contract.policy_facts import LeRobotResize
 from sinkprune.contract.precision import Array
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend

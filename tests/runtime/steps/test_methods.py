@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Session
-from sinkprune.contract.budgets import AVERAGING, scaled_layers
+from sinkprune.contract.budgets import scaled_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.overlay import token_fates
+from sinkprune.runtime.overlay import AVERAGING, token_fates
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of

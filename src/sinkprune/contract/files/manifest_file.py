@@ -1,4 +1,4 @@
-"""JSON files with a version: manifests, read without trust and written with sums of their files; costs and the like.
+"""Manifests: JSON files with a version, read without trust and written with sums of their files.
 
 The common part of reading bundles and engines. Only files that the manifest lists are loaded, and they are held open
 (`held_files` in this package). Other files in the folder are an error.
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from sinkprune.contract.checks import Bounds, SchemaError, format_value, from_json, to_json
-from sinkprune.contract.errors import SinkpruneError, UsageError
+from sinkprune.contract.checks import Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.held_files import HeldFile
-from sinkprune.contract.files.output_files import check_in_no_bundle, check_place, write_whole
+from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.files.trust import Sign, Trust
 from sinkprune.contract.files.untrusted import (
     MANIFEST_BYTES,
@@ -30,7 +29,6 @@ from sinkprune.contract.files.untrusted import (
     UnreadableError,
     parsed_json,
     read_bytes,
-    read_json,
     url_of,
 )
 from sinkprune.contract.progress import OnProgress, unreported
@@ -124,7 +122,7 @@ class ManifestFile:
 
         Raises `error` for a manifest that could not be read again.
         """
-        data = _encoded(manifest)
+        data = encoded(manifest)
         try:
             from_json(type(manifest), parsed_json(data))
         except (SchemaError, UnreadableError) as error:
@@ -135,7 +133,7 @@ class ManifestFile:
 
     def sha256(self, manifest: Any) -> str:
         """Return the sha256 of the manifest as `write` writes it, in hexadecimal."""
-        return hashlib.sha256(_encoded(manifest)).hexdigest()
+        return hashlib.sha256(encoded(manifest)).hexdigest()
 
     def hold(self, root: Path, files: Mapping[str, FileSpec], *, whole: bool = True) -> dict[str, HeldFile]:
         """Open the `files` that the manifest lists, by name. Files may be missing unless the folder must be `whole`.
@@ -155,7 +153,7 @@ class ManifestFile:
         for name in self.unlisted(root, files):
             raise self.error(
                 f"{self.folder} '{root}': found the file '{name}', which {self.name} does not list. "
-                f"Move it elsewhere, or {self._or_again}"
+                f"Move it elsewhere, or {self.or_again}"
             )
         return held
 
@@ -190,31 +188,18 @@ class ManifestFile:
             raise self.error(
                 f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the expected manifest. If you "
                 "made or changed it since, as when you add a budget, give the sum that the command "
-                f"printed. Otherwise do not use it: {self._or_again}"
+                f"printed. Otherwise do not use it: {self.or_again}"
             )
-        if trust.signed_by is None:
-            return
-        from sinkprune.contract.files.signature import SIGNATURE_BYTES, verify_signature
+        if trust.signed_by is not None:
+            from sinkprune.contract.files.signature import check_signature
 
-        signature = path.with_name(self.signature)
-        try:
-            signed = read_bytes(signature, SIGNATURE_BYTES, follow_links=False)
-        except UnreadableError as error:
-            raise self.error(
-                f"'{signature}' {error}: found no signature of the {self.folder} to compare with "
-                f"'{trust.signed_by}'. Make the {self.folder} again with --sign, or get a signed copy."
-            ) from error
-        if not verify_signature(trust.signed_by, data, signed):
-            raise self.error(
-                f"'{path}' was not signed with the key that belongs to '{trust.signed_by}', or was altered since. "
-                f"Do not use it: {self._or_again}"
-            )
+            check_signature(self, path, data, trust.signed_by)
 
     def _refusal(self, root: Path, name: str, reason: str) -> SinkpruneError:
         return self.error(f"{self.folder} '{root}': file '{name}' {reason}. {self.again}")
 
     @property
-    def _or_again(self) -> str:
+    def or_again(self) -> str:
         """The remedy for a damaged folder, to go on with in a sentence."""
         return self.again[0].lower() + self.again[1:]
 
@@ -277,51 +262,6 @@ def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> 
     return digest.hexdigest()
 
 
-def _encoded(value: object) -> bytes:
+def encoded(value: object) -> bytes:
+    """Return the content of a JSON file that holds `value`, a dataclass."""
     return (json.dumps(to_json(value), indent=1) + "\n").encode()
-
-
-def write_versioned(path: str | os.PathLike[str], value: object) -> None:
-    """Write `value`, a dataclass, to the JSON file `path`.
-
-    Raises `OutputError` for a file that cannot be written, for a link or a device, and for a place within a bundle or
-    engines, which may hold no other files.
-    """
-    file = Path(path)
-    check_place(file)
-    check_in_no_bundle(file)
-    write_whole(file, _encoded(value))
-
-
-def read_versioned(
-    path: str | os.PathLike[str],
-    kind: type[T],
-    what: str,
-    version: int,
-    remedy: str,
-    others: Mapping[str, str] = MappingProxyType({}),
-) -> T:
-    """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`, with `_` for spaces.
-
-    Raises `UsageError` for any other file; its message ends with `remedy`. `others` has the end of the message for
-    other kinds of files, by the field of their version.
-    """
-    field = f"{what.replace(' ', '_')}_version"
-    try:
-        data = read_json(Path(path))
-    except UnreadableError as error:
-        raise UsageError(f"the file of {what} '{path}' {error}. {remedy}") from error
-    if not isinstance(data, dict) or data.get(field) is None:
-        for other, said in others.items():
-            if isinstance(data, dict) and data.get(other) is not None:
-                raise UsageError(f"'{path}' {said}")
-        raise UsageError(f"'{path}' is no file of {what}: found no {field}. {remedy}")
-    found = data[field]
-    if type(found) is not int or found != version:
-        raise UsageError(
-            f"the {what} '{path}' have the version {format_value(found)}, this sinkprune reads {version}. {remedy}"
-        )
-    try:
-        return from_json(kind, data)
-    except SchemaError as error:
-        raise UsageError(f"the {what} '{path}' are malformed at {error}. {remedy}") from error

@@ -11,12 +11,15 @@ import getpass
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinkprune.contract.checks import install_command, needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import Sign
 from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
+
+if TYPE_CHECKING:
+    from sinkprune.contract.files.manifest_file import ManifestFile
 
 SIGNATURE_BYTES = 64
 _KEY_BYTES = 64 << 10
@@ -38,6 +41,23 @@ def read_private_key(path: Path) -> Sign:
 
     key: Ed25519PrivateKey = _read_key(path, "private", load, Ed25519PrivateKey)
     return key.sign
+
+
+def check_signature(kind: ManifestFile, path: Path, data: bytes, key: Path) -> None:
+    """Raise `kind.error` unless the manifest `path`, which holds `data`, is signed with the private key of `key`."""
+    signature = path.with_name(kind.signature)
+    try:
+        signed = read_bytes(signature, SIGNATURE_BYTES, follow_links=False)
+    except UnreadableError as error:
+        raise kind.error(
+            f"'{signature}' {error}: found no signature of the {kind.folder} to compare with '{key}'. Make the "
+            f"{kind.folder} again with --sign, or get a signed copy."
+        ) from error
+    if not verify_signature(key, data, signed):
+        raise kind.error(
+            f"'{path}' was not signed with the key that belongs to '{key}', or was altered since. Do not use it: "
+            f"{kind.or_again}"
+        )
 
 
 def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar
@@ -21,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from sinkprune.contract.checks import Bounds, SchemaError, format_value, from_json
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
-from sinkprune.contract.files.untrusted import MissingError, UnreadableError, url_of
+from sinkprune.contract.files.untrusted import MissingError, UnreadableError
 from sinkprune.contract.precision import Array
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
 """The limit of a shard's header: a hundred times the largest published."""
 _SHARDS = 1000
-_MOST_STATISTICS = 4096
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*checkpoint.pt"]
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
@@ -62,10 +59,6 @@ _RENAMINGS = [
 
 _TIED_EMBEDDING = "tied_embedding.weight"
 """The embedding table as the head of LeRobot's policies, whose checkpoints may store the table only once."""
-_TRIAL = (
-    "To try without a download, give demo/pocket of the clone, or for times alone a preset such as llava-1.5-7b with "
-    "--random-weights."
-)
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 _READ = (".json", ".jinja", ".safetensors", ".pt")
@@ -118,40 +111,9 @@ def locate(source: str, files: Sequence[str] = _FILES) -> Path:
     if folder.is_dir():
         _check_pointers(folder)
         return folder
-    if folder.is_file():
-        from sinkprune.export.checkpoint.folder_kinds import described
+    from sinkprune.export.checkpoint.hub import download
 
-        raise CheckpointError(
-            f"'{source}' is a file, expected a folder in Hugging Face format. "
-            f"{described(folder.parent, [folder.name]) or 'Give the folder that holds it.'}"
-        )
-    if url_of(source) and not folder.exists():
-        name = re.match(r"https://(?:huggingface\.co|hf\.co)/(\w[\w.-]*/\w[\w.-]*)", source)
-        remedy = f"Give its hub name: {name[1]}" if name else "Download it first, and give its folder."
-        raise CheckpointError(f"checkpoint '{source}' is a URL. {remedy}")
-    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-        raise CheckpointError(
-            f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, or a hub name "
-            f"such as llava-hf/llava-1.5-7b-hf. {_TRIAL}"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(files)))
-    except Exception as error:
-        # Errors of the client, of the system and of its HTTP library, which differs from version to version.
-        remedy = "Check the name and the network, or give a local folder."
-        if isinstance(error, GatedRepoError):
-            remedy = "Ask for access on the model's page, then log in with `hf auth login`."
-        elif isinstance(error, RepositoryNotFoundError):
-            remedy = "Check the name; for a private model log in with `hf auth login`."
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            remedy = "Free space, or have HF_HOME name a folder with room that you may write to."
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        raise CheckpointError(
-            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason}. {remedy} {_TRIAL}"
-        ) from error
+    return download(source, files)
 
 
 def has_entry(folder: Path, name: str) -> bool:
@@ -259,37 +221,34 @@ class SafetensorsWeights:
         `FolderContent`.
         """
         self.folder, self._named = folder, named
-        self._owners: dict[str, tuple[Any, str]] = {}
+        self.owners: dict[str, tuple[Any, str]] = {}
+        """The open file and the name there of each tensor, by canonical name."""
         with ExitStack() as self._stack:
             for shard in self._shards():
-                handle = self._stack.enter_context(_open(folder, shard))
+                handle = self._stack.enter_context(open_shard(folder, shard))
                 for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                    if _canonical(name) in self._owners:
+                    if _canonical(name) in self.owners:
                         raise self._error(
                             f"shard '{shard}' holds tensor '{name}', which has been there before, under this name or "
                             "another version's. Expected one of each; download it again."
                         )
-                    self._owners[_canonical(name)] = (handle, name)
+                    self.owners[_canonical(name)] = (handle, name)
             for part, file in parts.items():
                 # Few policies have such files.
                 from sinkprune.export.checkpoint.torch_file import TorchFile
 
                 torch_file = self._stack.enter_context(closing(TorchFile(file_of(folder, file))))
-                self._owners |= {f"{part}.{name}": (torch_file, name) for name in torch_file.keys()}  # noqa: SIM118
+                self.owners |= {f"{part}.{name}": (torch_file, name) for name in torch_file.keys()}  # noqa: SIM118
             # Without an error they stay open.
             self._stack = self._stack.pop_all()
-        if _TIED_EMBEDDING in self._owners:
-            self._owners.setdefault("language_model.embed_tokens.weight", self._owners[_TIED_EMBEDDING])
-
-    def statistics(self, prefix: str) -> dict[str, Array]:
-        """Return the tensors whose names begin with `prefix`, as `read_statistics` does."""
-        return _small_tensors(self.folder, self._owners, prefix)
+        if _TIED_EMBEDDING in self.owners:
+            self.owners.setdefault("language_model.embed_tokens.weight", self.owners[_TIED_EMBEDDING])
 
     def close(self) -> None:
         self._stack.close()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._owners
+        return name in self.owners
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
         """Return the floats `name`; raises `CheckpointError` if they are missing or not of `shape`."""
@@ -300,17 +259,17 @@ class SafetensorsWeights:
         return self._read(name, shape, ("I32",), "I32. Download it again, or give the unquantised checkpoint")
 
     def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
-        if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
+        if name not in self.owners and f"{name.removesuffix('weight')}qweight" in self.owners:
             raise self._error(
                 f"'{name}' was quantised, but config.json has no quantization_config. Add it (older "
                 "tools wrote it to quantize_config.json), or give the unquantised one."
             )
-        if name not in self._owners:
+        if name not in self.owners:
             raise self._error(
                 f"holds no tensor '{name}', expected one of shape {list(shape)}. The configuration and the weights "
                 "do not belong together, or a shard is missing."
             )
-        handle, stored = self._owners[name]
+        handle, stored = self.owners[name]
         found = handle.get_slice(stored)
         if found.get_shape() != list(shape):
             raise self._error(
@@ -363,30 +322,7 @@ class SafetensorsWeights:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")
 
 
-def read_statistics(folder: Path, name: str, prefix: str) -> dict[str, Array]:
-    """Return the tensors of the safetensors file `name` whose names begin with `prefix`, by the rest of their names.
-
-    Raises `CheckpointError` for a file that cannot be read, and for a tensor of more than 4096 numbers.
-    """
-    with _open(folder, name) as file:
-        return _small_tensors(folder / name, {one: (file, one) for one in file.keys()}, prefix)  # noqa: SIM118
-
-
-def _small_tensors(path: Path, owners: Mapping[str, tuple[Any, str]], prefix: str) -> dict[str, Array]:
-    found = {}
-    for name, (handle, stored) in owners.items():
-        if name.startswith(prefix):
-            shape = handle.get_slice(stored).get_shape()
-            if prod(shape) > _MOST_STATISTICS:
-                raise CheckpointError(
-                    f"'{path}': the statistic '{stored}' has the shape {shape}, expected at most {_MOST_STATISTICS} "
-                    "numbers. Save the policy again with the statistics of its data set."
-                )
-            found[name.removeprefix(prefix)] = handle.get_tensor(stored)
-    return found
-
-
-def _open(folder: Path, shard: str) -> Any:
+def open_shard(folder: Path, shard: str) -> Any:
     """Open a safetensors file of a checkpoint folder, whose header is then known to fit; raises `CheckpointError`."""
     path = file_of(folder, shard)
     try:

@@ -26,9 +26,9 @@ from sinkprune.export.checkpoint.folder import (
     SafetensorsWeights,
     file_of,
     has_entry,
+    open_shard,
     read_fields,
     read_json,
-    read_statistics,
 )
 from sinkprune.export.checkpoint.presets import PRESETS
 
@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, int]] = {
 """The sizes in which variants of Gemma differ (openpi, models/gemma.py)."""
 STATE, ACTION = "observation.state", "action"
 
+_MOST_STATISTICS = 4096
 _IDENTITY = "IDENTITY"
 _MODES = {
     _IDENTITY: {},
@@ -470,7 +471,7 @@ class _Pipeline:
                 raise _error(self._source, f"{where} has no {setting}", _AGAIN)
         modes = _checked_modes(self._source, where, config["norm_map"])
         file, keys = self._steps[normaliser].get("state_file"), config.get("normalize_observation_keys")
-        stored = read_statistics(self._folder, file, f"{key}.") if file else {}
+        stored = _read_statistics(self._folder, file, f"{key}.") if file else {}
         found = {statistic: values for statistic, values in stored.items() if "." not in statistic}
         if kind == "ACTION":
             return modes.get(kind, _IDENTITY), found
@@ -517,6 +518,29 @@ def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping
     return modes
 
 
+def _read_statistics(folder: Path, name: str, prefix: str) -> dict[str, Array]:
+    """Return the tensors of the safetensors file `name` whose names begin with `prefix`, by the rest of their names.
+
+    Raises `CheckpointError` for a file that cannot be read, and for a tensor of more than 4096 numbers.
+    """
+    with open_shard(folder, name) as file:
+        return _small_tensors(folder / name, {one: (file, one) for one in file.keys()}, prefix)  # noqa: SIM118
+
+
+def _small_tensors(path: Path, owners: Mapping[str, tuple[Any, str]], prefix: str) -> dict[str, Array]:
+    found = {}
+    for name, (handle, stored) in owners.items():
+        if name.startswith(prefix):
+            shape = handle.get_slice(stored).get_shape()
+            if prod(shape) > _MOST_STATISTICS:
+                raise CheckpointError(
+                    f"'{path}': the statistic '{stored}' has the shape {shape}, expected at most {_MOST_STATISTICS} "
+                    "numbers. Save the policy again with the statistics of its data set."
+                )
+            found[name.removeprefix(prefix)] = handle.get_tensor(stored)
+    return found
+
+
 def _former_statistics(
     source: str, folder: Path, modes: Mapping[str, str], cameras: Sequence[str]
 ) -> dict[str, _Statistics]:
@@ -526,7 +550,7 @@ def _former_statistics(
     found: dict[str, _Statistics] = {}
     with closing(SafetensorsWeights(folder)) as weights:
         for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
-            found[key] = modes[kind], weights.statistics(_FORMER_TENSORS[key])
+            found[key] = modes[kind], _small_tensors(folder, weights.owners, _FORMER_TENSORS[key])
             if modes[kind] != _IDENTITY and not found[key][1]:
                 what = f"it has neither pipelines of steps ({_BEFORE}) nor weights '{_FORMER_TENSORS[key]}*'"
                 raise _error(source, f"{what}, the statistics for {modes[kind]}", _AGAIN)

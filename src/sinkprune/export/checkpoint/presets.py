@@ -5,12 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain, count, islice, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from sinkprune.contract.checks import unknown_name
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.folder import has_entry, read_json
 from sinkprune.export.checkpoint.text import SpecialTokens, Text
 
 _CLIP_L_336 = {
@@ -282,6 +286,23 @@ SAME_SHAPES = {
 """Checkpoints of NVIDIA, by the preset whose shapes they have."""
 PRESETS |= {name: PRESETS[same] for name, same in SAME_SHAPES.items()}
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
+
+
+def preset_or_file(source: str) -> dict[str, Any]:
+    """Return the configuration of a preset, or in the config.json or folder `source`; raises `CheckpointError`."""
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    # The user's own file may be a link.
+    resolved = path.resolve()
+    folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
+    if not has_entry(folder, name):
+        raise CheckpointError(
+            unknown_name(
+                f"'{source}' is no config.json, no folder holding one and no preset", source, PRESETS, "Presets are"
+            )
+        )
+    return read_json(folder, name)
 
 
 class RandomWeights:

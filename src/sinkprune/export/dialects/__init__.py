@@ -7,11 +7,15 @@ is imported when a bundle has its dialect.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, get_args
 
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm, DialectName
+
+if TYPE_CHECKING:
+    from sinkprune.contract.precision import WeightForms
+    from sinkprune.export.weights.quantised_weights import Quantisation
 
 DIALECTS: tuple[DialectName, ...] = get_args(DialectName)
 HIDDEN = -32752.0
@@ -101,6 +105,12 @@ class Dialect(Protocol):
 
     def cached(self, op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
         """Return the outputs `key_i` and `value_i` for new rows [1,Hkv,S,h], by the dialect's form of cache."""
+
+    def check_forms(self, forms: WeightForms, repacked: Quantisation | None) -> None:
+        """Raise `UsageError` for weights that the dialect's engines do not take.
+
+        `repacked` is the quantisation of matrices whose codes are kept, or None.
+        """
 
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
         """Return the sum of each element of x [N] int64 and all before it, int64, exact up to 2**24."""

@@ -6,12 +6,17 @@ operators that it takes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, size
+
+if TYPE_CHECKING:
+    from sinkprune.contract.precision import WeightForms
+    from sinkprune.export.weights.quantised_weights import Quantisation
 
 OPSET = 20
 IR_VERSION = 10
@@ -91,6 +96,21 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
     before = op.Sub(_running_sums(op, totals), totals)
     sums = op.Reshape(op.Add(_running_sums(op, table), op.Unsqueeze(before, [1])), [-1])
     return op.Cast(op.Slice(sums, [0], count, [0]), to=ir.DataType.INT64)
+
+
+def check_forms(forms: WeightForms, repacked: Quantisation | None) -> None:
+    """Reject weights that TensorRT 10.3 does not take; raises `UsageError`."""
+    for option, form in (("--weights", forms.decoder), ("--vision-weights", forms.vision)):
+        if form == "uint4":
+            raise UsageError(
+                f"weights are uint4, and TensorRT takes no zero points. Export with {option} int4, which rounds them "
+                "again and reports the error, or for other engines with --dialect opset24."
+            )
+    if repacked and repacked.form == "int8" and repacked.group_size is not None:
+        raise UsageError(
+            "the checkpoint's int8 has a scale for each group of inputs; opset20 is for TensorRT 10.3, which takes "
+            "one an output. Export with --weights int8, which rounds again and reports the error."
+        )
 
 
 def _cache_mask(op: Any, query: ir.Value, past: LayerCache, group: int, causal: bool) -> ir.Value:

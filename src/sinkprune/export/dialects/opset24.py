@@ -5,12 +5,16 @@ For ONNX Runtime, OpenVINO, TensorRT 10.15 or later, and TensorRT-RTX.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, size
+
+if TYPE_CHECKING:
+    from sinkprune.contract.precision import WeightForms
+    from sinkprune.export.weights.quantised_weights import Quantisation
 
 OPSET = 24
 IR_VERSION = 12
@@ -67,6 +71,10 @@ def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[i
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
     return op.CumSum(x, 0)
+
+
+def check_forms(forms: WeightForms, repacked: Quantisation | None) -> None:
+    """Raise nothing: some engines of this dialect take each form."""
 
 
 def _mask(op: Any, query: ir.Value, key: ir.Value, length: ir.Value, causal: bool) -> ir.Value:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict
 from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Colours, FusedTower, Number, Scales, Side, SquareTower
-from sinkprune.contract.model_facts import ActionRows, ActionTokens, PolicyFacts
+from sinkprune.contract.policy_facts import ActionRows, ActionTokens, PolicyFacts
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks import Bounds, from_json
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.manifest import LeRobotResize, Number, NumberRanges, PolicyFacts, Side
-from sinkprune.contract.model_facts import FastTokens
+from sinkprune.contract.manifest import Number, Side
+from sinkprune.contract.policy_facts import FastTokens, LeRobotResize, NumberRanges, PolicyFacts
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.lerobot import PolicyFields, lerobot_pixels
 from sinkprune.export.families import WriteGraph

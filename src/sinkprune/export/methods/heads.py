@@ -10,7 +10,7 @@ from typing import Annotated
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.checks import Bounds, Count, format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
+from sinkprune.contract.files.versioned_file import read_versioned, write_versioned
 from sinkprune.contract.manifest import LanguageModel
 
 WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")

@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 
 from sinkprune.contract.errors import CheckpointError, UsageError
-from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, PrecisionName, WeightForms, WeightsName
 
 if TYPE_CHECKING:
@@ -205,23 +204,3 @@ def chosen_forms(
         raise UsageError(f"--block-size is {block_size}, expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     most = block_size or largest_block(groups or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
     return WeightForms(decoder, tower, most if in_blocks else None)
-
-
-def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisation | None) -> None:
-    """Reject weights that opset20's TensorRT 10.3 does not take; raises `UsageError`.
-
-    `repacked` is the quantisation of matrices whose codes are kept, or None.
-    """
-    if dialect != "opset20":
-        return
-    for option, form in (("--weights", forms.decoder), ("--vision-weights", forms.vision)):
-        if form == "uint4":
-            raise UsageError(
-                f"weights are uint4, and TensorRT takes no zero points. Export with {option} int4, which rounds them "
-                "again and reports the error, or for other engines with --dialect opset24."
-            )
-    if repacked and repacked.form == "int8" and repacked.group_size is not None:
-        raise UsageError(
-            "the checkpoint's int8 has a scale for each group of inputs; opset20 is for TensorRT 10.3, which takes "
-            "one an output. Export with --weights int8, which rounds again and reports the error."
-        )

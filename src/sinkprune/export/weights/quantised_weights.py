@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import numpy as np
 import onnx_ir as ir
 
-from sinkprune.contract.checks import Bounds
+from sinkprune.contract.checks import Bounds, escaped
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.checkpoint.folder import Name, SafetensorsWeights, read_fields
-from sinkprune.export.weights import Matrix, WeightForm
-from sinkprune.export.weights.rounding import block_of, dequantised
+from sinkprune.export.weights import Matrix, WeightForm, form_of
+from sinkprune.export.weights.rounding import RoundedMatrix, block_of, dequantised
 
 if TYPE_CHECKING:
     from sinkprune.export.graph import WeightedGraph
@@ -388,6 +388,34 @@ class Requantised:
         return self.error / self.norm if self.norm else 0.0
 
 
+def reporting_form(
+    weights: QuantisedWeights, name: WeightsName, block_size: int | None, report: Callable[[Requantised], None]
+) -> WeightForm:
+    """Return the form `name`; `report` receives each matrix that the checkpoint had quantised."""
+
+    def on_rounded(matrix: str, weight: Array, found: RoundedMatrix) -> None:
+        if weights.quantised(matrix):
+            report(Requantised.between(matrix, weight, found.values()))
+
+    return form_of(name, block_size, on_rounded)
+
+
+def decoder_form(
+    weights: QuantisedWeights,
+    rounded: WeightForm,
+    floats: WeightForm,
+    requested: WeightsName | None,
+    block_size: int | None,
+    on_read: Callable[[int], None],
+) -> WeightForm:
+    """Return the form of the decoder's matrices: their codes where `requested` keeps them, else `rounded`.
+
+    `floats` is that of matrices that the checkpoint has not quantised. `on_read` is that of `RepackedForm`.
+    """
+    keeps_codes = weights.quantisation.repacks(requested)
+    return CheckpointForm(weights, RepackedForm(weights, block_size, on_read) if keeps_codes else rounded, floats)
+
+
 def summary(layers: Sequence[Requantised]) -> dict[str, Any]:
     """Return the number of layers, their relative L2 error together, and the layer with the largest error."""
     together = Requantised("", hypot(*(layer.norm for layer in layers)), hypot(*(layer.error for layer in layers)))
@@ -397,3 +425,13 @@ def summary(layers: Sequence[Requantised]) -> dict[str, Any]:
         "relative_error": together.relative_error,
         "largest": {"layer": largest.layer, "relative_error": largest.relative_error},
     }
+
+
+def in_words(errors: dict[str, Any]) -> str:
+    """Return a `summary` as a line."""
+    largest = errors["largest"]
+    return (
+        f"rounded a second time: {errors['layers']} matrices that the checkpoint had quantised, relative L2 error "
+        f"{errors['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
+        f"in {escaped(largest['layer'])}\n"
+    )

@@ -20,14 +20,13 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import (
     Colours,
     FusedTower,
-    LeRobotResize,
     Manifest,
     PixelSettings,
-    PolicyFacts,
     Scales,
     Side,
     SiglipTower,
 )
+from sinkprune.contract.policy_facts import LeRobotResize, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, vit_flops
 from sinkprune.runtime.families import Fit

@@ -16,8 +16,7 @@ from sinkprune.contract.checks import Bounds, SchemaError, from_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.model_facts import PLACEHOLDER_ROW
+from sinkprune.contract.manifest import PLACEHOLDER_ROW, Manifest
 from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor

@@ -1,35 +1,33 @@
-"""Facts of a bundle's decoder and of a robot policy, as `bundle.json` has them."""
+"""Facts of a robot policy, as `bundle.json` has them, and the graphs of a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few
+from sinkprune.contract.manifest import (
+    ACTION_HEAD,
+    EXPERT,
+    PLACEHOLDER_ROW,
+    STATE_ROW,
+    STOP_ROW,
+    LanguageModel,
+    TensorSpec,
+)
 
-PLACEHOLDER_ROW, STATE_ROW, STOP_ROW = -1, -2, -3
-"""Rows of a policy's prompt that are no text, in the place of token ids."""
+if TYPE_CHECKING:
+    from sinkprune.contract.bundle import Interface, Interfaces
 
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """Facts of the decoder. Sizes are in elements."""
-
-    hidden_size: Width
-    intermediate_size: Width
-    num_layers: Few
-    num_heads: Few
-    num_kv_heads: Few
-    head_dim: Few
-    vocab_size: Size
-    max_positions: Size
-    rope_theta: Annotated[float, Bounds(1, 1e12)]
-    rope_sections: tuple[Count, ...] = ()
-    """The number of consecutive rotary frequencies for each axis of a position in mRoPE: time, height, width, time
-    again, and so on. Empty if a position is one number."""
-    rope_factor: Annotated[float, Bounds(1, 1e6)] = field(default=1.0, metadata=OPTIONAL)
-    """What positions are divided by: linear scaling of rotary positions."""
+CAMERA_PREFIX = "observation.images."
+"""What LeRobot writes before the name of a camera."""
+LeRobotResize = Literal["resize_with_pad_torch", "resize_with_pad"]
+"""LeRobot's functions that turn an image into a part of a square: in its middle, or at its right and lower edges."""
+MODULATION = "modulation"
+"""The graph of what a policy's expert reads of a step's time, where that is much."""
+STATE_PROJECTOR = "state_projector"
+"""The graph of the row that has the robot's state in a policy's prompt."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +163,57 @@ class PolicyFacts:
     def new_tokens(self) -> int:
         """The most tokens that are decoded for a chunk."""
         return self.fast.most if self.fast else self.action_dim if self.tokens else 0
+
+    @property
+    def modulates(self) -> bool:
+        """Whether the expert's norms read the graph `modulation`, which runs once for each time."""
+        return bool(self.expert and self.state_in_prompt)
+
+    @property
+    def last_graph(self) -> str:
+        """The graph after the decoder."""
+        return "head" if self.new_tokens else EXPERT if self.expert else ACTION_HEAD
+
+    @property
+    def other_graphs(self) -> tuple[str, ...]:
+        """The graphs that only policies have, besides the last one."""
+        return (*[MODULATION] * self.modulates, *[STATE_PROJECTOR] * bool(self.rows and self.state_dim))
+
+    def interfaces(self, model: Interfaces) -> Iterator[Interface]:
+        """Yield the interfaces of the graphs that only policies have."""
+        if self.new_tokens:
+            return
+        if self.expert is not None:
+            yield from self._of_expert(model, self.expert)
+        else:
+            actions = TensorSpec("actions_out", "float32", (1, self.chunk, self.action_dim))
+            yield ACTION_HEAD, model.rows()[:1], [actions]
+            if STATE_PROJECTOR in self.other_graphs:
+                state = TensorSpec("state", "float32", (1, 1, self.state_dim))
+                yield STATE_PROJECTOR, [state], [model.floats("state_row", 1, 1, model.lm.hidden_size)]
+
+    def _of_expert(self, model: Interfaces, expert: LanguageModel) -> Iterator[Interface]:
+        embedding = TensorSpec("time_embedding", "float32", (1, 1, expert.hidden_size))
+        # The scale, the shift and the gate of each of the expert's norms: two a layer, and the last.
+        rows = 3 * (2 * expert.num_layers + 1)
+        modulation = [model.floats("modulation", 1, rows, expert.hidden_size)]
+        actions = (1, self.chunk, self.action_dim)
+        takes = [model.floats(table, 1, self.expert_rows, model.lm.head_dim // 2) for table in ("cos", "sin")]
+        takes.append(TensorSpec("actions", "float32", actions))
+        if not self.state_in_prompt:
+            takes.append(TensorSpec("state", "float32", (1, 1, self.state_dim)))
+        takes += [embedding, *(modulation if self.modulates else [])]
+        takes.append(TensorSpec("step", "float32", (1,)))
+        if self.most_held:
+            held = model.floats("modulation_held", 1, rows, expert.hidden_size)
+            takes += [held, TensorSpec("held", "int64", (1,))]
+        for segment, layers in enumerate(model.manifest.segments):
+            takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))
+            for name in (f"past_{kind}_{layer}" for layer in layers for kind in ("key", "value")):
+                takes.append(model.heads(name, model.lm.num_kv_heads))
+        yield EXPERT, takes, [TensorSpec(name, "float32", actions) for name in ("actions_out", "velocity")]
+        if self.modulates:
+            yield MODULATION, [embedding], modulation
 
     @property
     def denoiser(self) -> LanguageModel:
