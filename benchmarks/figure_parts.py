@@ -37,33 +37,25 @@ class Part(NamedTuple):
 
 
 METHODS = (
-    "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
-    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,fastv,sparsevlm,"
+    "sinkpruner,downsample,sinkpruner-text,random,uniform,fastervlm,visionzip,visionzip+filter,"
+    "divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,fastv,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,"
     "sinkpruner-paper,sinkpruner+centred,divprune+centred,cdpruner+centred,tops"
 )
 _VARIED = (
-    "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
+    "sinkpruner,downsample,downsample-ttft,sinkpruner-text,random,uniform,"
     "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,scope,vscan,"
     "fastv,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
     "sinkpruner-paper,tops"
 )
 _ROBOT = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,scope,fastv,"
-    "sinkpruner-heads"
+    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,scope,fastv"
 )
 _FP32 = " --backend ort-cpu --threads 1"
 """Other backends have their vision tower in bf16 where the processor has it. For so small a model, two threads take
 longer than one."""
-_CHOSEN_HEADS = (
-    "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
-    "sinkprune-export demo/pocket -o {work}/pocket --force",
-    "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
-    "--heads {work}/heads.json",
-)
-"""The commands that choose heads of the pocket model, on pictures of the validation set."""
 _KINDS = (
     ("downsample", "retain-32"),
     ("sinkpruner", "retain-128"),
@@ -78,13 +70,12 @@ _VARIED_KINDS = [
     for method in [
         "downsample",
         "sinkpruner",
-        "sinkpruner-text-heads",
+        "sinkpruner-text",
         "sinkpruner-no-text-pruner",
         "cdpruner",
         "dart",
     ]
 ]
-_READING = ("downsample", "sinkpruner", "sinkpruner-text", "sinkpruner-heads", "sinkpruner-text-heads")
 _TUNED = (
     "sinkpruner,downsample,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,sinkpruner-no-diversity,"
     "sinkpruner-no-text-pruner,visionzip,visionzip+filter,fastervlm,divprune,dart,vispruner,random"
@@ -102,9 +93,7 @@ PARTS = {
     ),
     "methods": Part(
         (
-            *_CHOSEN_HEADS,
-            "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
-            f"--methods {METHODS}",
+            f"sinkprune-export demo/pocket -o {{work}}/methods --force --methods {METHODS}",
             "sinkprune-evaluate {work}/methods --json {json} --plot {plot}" + _FP32,
         ),
         {
@@ -119,12 +108,8 @@ PARTS = {
     ),
     "varied": Part(
         (
-            "python -m sinkprune.demo.write_scenes {work}/varied-validation 60 validation varied-scenes",
-            "sinkprune-export demo/pocket-qwen3 -o {work}/pocket-qwen3 --force",
-            "sinkprune-calibrate attention {work}/pocket-qwen3 --data {work}/varied-validation/scenes.jsonl "
-            "--budgets none --heads {work}/qwen3-heads.json",
-            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --heads {{work}}/qwen3-heads.json "
-            f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9",
+            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --methods {_VARIED} "
+            "--budgets prune-66.7,prune-77.8,prune-88.9",
             "sinkprune-evaluate {work}/varied --data varied-scenes --json {json} --plot {plot}" + _FP32,
         ),
         {
@@ -132,22 +117,10 @@ PARTS = {
             "varied-versus": versus_full,
             "varied-ttft": ttft_full,
             "varied-kinds": partial(kinds, columns=_VARIED_KINDS),
-            "varied-reading": partial(paired, names=_READING, budgets=("prune-77.8", "prune-88.9")),
         },
         by_default=False,
         methods=tuple(_VARIED.split(",")),
         plot="docs/measurements/accuracy-qwen3.png",
-    ),
-    "reading": Part(
-        (
-            *_CHOSEN_HEADS,
-            "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
-            "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
-            "--budgets retain-64,retain-32",
-            "sinkprune-evaluate {work}/pocket-heads --json {json} --answers {work}/reading.jsonl" + _FP32,
-        ),
-        {"reading": paired},
-        by_default=False,
     ),
     "outliers": Part(
         (
@@ -175,12 +148,7 @@ PARTS = {
     ),
     "robot": Part(
         (
-            "python benchmarks/robot/write_moments.py {work}/moments --tables 100",
-            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2",
-            "sinkprune-calibrate attention {work}/robot --data {work}/moments/moments.jsonl --budgets none "
-            "--limit 200 --heads {work}/robot-heads.json",
-            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2 "
-            f"--heads {{work}}/robot-heads.json --methods {_ROBOT}",
+            f"sinkprune-export demo/pocket-robot -o {{work}}/robot --force --max-images 2 --methods {_ROBOT}",
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
         {"robot-success": robot_success, "robot-paired": robot_paired, "robot-times": robot_times},

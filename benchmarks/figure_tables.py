@@ -144,35 +144,23 @@ def versus_full(figures: Figures) -> str:
     return _table(["method", *(f"`{name}`" for name in budgets)], rows)
 
 
-def paired(figures: Figures, names: Sequence[str] = (), budgets: Sequence[str] = ()) -> str:
-    """Return accuracies with the points more than `sinkpruner`, in rows of their own for budgets with an option.
-
-    `names` are the methods and `budgets` the budgets of the table, all of them by default.
-    """
-    report = figures["report"]
-    methods = {name: found for name, found in _methods(figures).items() if name in (names or report["methods"])}
-    budgets = budgets or list(methods["sinkpruner"])
-    plain = [name for name in budgets if "+" not in name]
-    tokens = [f"{methods['sinkpruner'][name]['mean_visual_tokens']:.0f}" for name in plain]
+def paired(figures: Figures) -> str:
+    """Return accuracies with the points more than `sinkpruner`."""
+    report, methods = figures["report"], _methods(figures)
+    budgets = list(methods["sinkpruner"])
+    tokens = [f"{methods['sinkpruner'][name]['mean_visual_tokens']:.0f}" for name in budgets]
     unpruned = report["none"]["mean_visual_tokens"]
-    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *_beside_blanks(tokens)]]
-    for option in dict.fromkeys(name[len(name.partition("+")[0]) :] for name in budgets):
-        if option:
-            rows.append([f"with `{option}`:", *_beside_blanks([""] * len(plain))])
-        for method, found in methods.items():
-            own = [found[name + option] for name in plain]
-            cells = [cell for each in own for cell in (_interval(each), _versus(each["versus_first"]))]
-            rows.append([f"`{method}`", *cells])
-    heading = ["method", *(cell for name in plain for cell in (f"`{name}`", "difference"))]
+    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *(cell for own in tokens for cell in (own, ""))]]
+    for method, found in methods.items():
+        own = [found[name] for name in budgets]
+        cells = [cell for each in own for cell in (_interval(each), _versus(each["versus_first"]))]
+        rows.append([f"`{method}`", *cells])
+    heading = ["method", *(cell for name in budgets for cell in (f"`{name}`", "difference"))]
     none = _interval(report["none"])
     return (
         f"{report['questions']} questions about {report['pictures']} pictures, {report['precision']}, "
         f"`{report['backend']}`. Measured on {_where(figures)}. Unpruned: {none}\n\n{_table(heading, rows)}"
     )
-
-
-def _beside_blanks(cells: Sequence[str]) -> list[str]:
-    return [each for cell in cells for each in (cell, "")]
 
 
 def _interval(found: Mapping[str, Any]) -> str:

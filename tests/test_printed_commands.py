@@ -6,7 +6,6 @@ pages. A command that cannot run here has a row in `NOT_RUN` with the reason. It
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -17,9 +16,7 @@ import pytest
 
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.methods.heads import write_heads
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import chosen_heads
 from support.programs.commands import check_options, run
 from support.programs.printed_commands import ALL, OUTPUT, Block, blocks, most_images
 from support.programs.repository import ROOT
@@ -104,8 +101,6 @@ def readers_folder(
     for name, kind in CHECKPOINTS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(checkpoint(kind))
-    config = json.loads((checkpoint("gqa-112") / "config.json").read_text())["text_config"]
-    write_heads(folder / "heads.json", chosen_heads(config["num_hidden_layers"], config["num_attention_heads"]))
     for name in BUNDLES:
         small, options = SMALL.get(name, ("gqa-112", {"budgets": ("retain-64", "retain-32")}))
         options = {"max_images": most_images(name), **options}
@@ -137,9 +132,8 @@ def test_every_command_is_known() -> None:
 @pytest.mark.parametrize(("place", "text"), RUN, ids=lambda value: value[:60])
 def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
     command, *words = shlex.split(text)
-    for option in ("-o", *(["--heads"] if command == "sinkprune-calibrate" else [])):
-        if option in words:
-            (here / words[words.index(option) + 1]).unlink(missing_ok=True)
+    if "-o" in words:
+        (here / words[words.index("-o") + 1]).unlink(missing_ok=True)
     if command == "sinkprune-run":
         words += ["--max-new-tokens", "2"]
     if command == "sinkprune-profile":

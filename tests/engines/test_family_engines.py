@@ -24,11 +24,11 @@ from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.small_graphs import graphs_of
 from sinkprune.runtime.frames import COLUMNS_FIRST, ROWS_FIRST
-from support.models.chosen_heads import every_method
 from support.models.clips import INTERNVL_BUDGETS
 from support.models.heads_of_64 import (
     CONFIG,
@@ -208,12 +208,12 @@ ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images"}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: family[:2] for name, family in FAMILIES.items()},
     "llava, several images": (CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact"), "max_images": 2}),
-    "llava, every method": (DEEP, {"budgets": ("retain-192", OPTIONS), **every_method(DEEP)}),
+    "llava, every method": (DEEP, {"budgets": ("retain-192", OPTIONS), "methods": tuple(METHODS)}),
     "llava-next, several images": (NEXT_CONFIG, {"budgets": NEXT, "max_images": 2}),
     "qwen2.5-vl, several images": (QWEN_CONFIG, {"budgets": QWEN, "max_images": 2, **PIXELS}),
     "qwen3-vl, every method": (
         QWEN3_CONFIG,
-        {"budgets": ("prune-66.7", "prune-66.7+raster"), "max_frames": 8, **PIXELS, **every_method(QWEN3_CONFIG)},
+        {"budgets": ("prune-66.7", "prune-66.7+raster"), "max_frames": 8, **PIXELS, "methods": tuple(METHODS)},
     ),
     "qwen3-vl, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }

@@ -19,7 +19,6 @@ from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.models.small_models import OPENVLA_SHAPES, OPENVLA_TOKEN_SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.kept_tokens import choose_tops, kept_of
@@ -155,9 +154,9 @@ def with_methods(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Tem
     @cache
     def get(name: str, dialect: str, *, fast: bool) -> Policy:
         source, left_out = checkpoint(name), list[Unreachable]()
-        options = {**every_method(source), "max_images": CAMERAS[name], "dialect": dialect}
+        options = {"methods": tuple(ALL_METHODS), "max_images": CAMERAS[name], "dialect": dialect}
         if fast:
-            options |= {"heads": None, "budgets": METHOD_BUDGETS[:1], "methods": tuple(method for *_, method in FAST)}
+            options |= {"budgets": METHOD_BUDGETS[:1], "methods": tuple(method for *_, method in FAST)}
         folder = tmp_path_factory.mktemp("methods") / name
         export_bundle(ExportRequest(str(source), **options), folder, left_out=left_out.append)
         # Their first layers run on all tokens.
@@ -198,7 +197,6 @@ def test_every_method_equals_its_reference_with_masked_tokens(
     question = torch_model.tensors["language_model.model.embed_tokens.weight"][text.ids].numpy()
     state = own.facts.usual_state if shape.state_dim else None
     placeholders = shape.chunk * shape.action_dim if shape.head else 0
-    heads = heads_by_layer(shape.num_layers, shape.num_heads) if method in WITH_HEADS else {}
 
     def asking(hidden: Any, visual: list[int], text: list[int]) -> list[int]:
         # The row that predicts the first number is the last of the text, and not of the prompt.
@@ -225,7 +223,7 @@ def test_every_method_equals_its_reference_with_masked_tokens(
             int(cut): [most] * len(seen) for cut, most in zip(plan.select_after, plan.counts.stages, strict=True)
         }
         choose = {"choose": choose_tops} if method == "tops" else {}
-        run = torch_model.run(rows, budget, stages, asking, heads, **choose)
+        run = torch_model.run(rows, budget, stages, asking, **choose)
         if shape.head:
             actions = torch_model.actions(run.hidden, shape.chunk, shape.action_dim)
         else:

@@ -1,57 +1,38 @@
-"""Which tokens the text attends to, layer by layer.
-
-No answer is needed. A head that the question guides looks elsewhere for another question about the same picture. A
-head that looks at salient tokens, at sink tokens or at fixed places does not.
-"""
+"""Which tokens the text attends to, layer by layer. No answer is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.replies import BASELINE, Combination, TaskReport
+from sinkprune.calibration.evaluation.replies import Combination, TaskReport
 from sinkprune.calibration.evaluation.statistics import Mean, PictureBootstrap
 from sinkprune.calibration.norms import mark_largest, sink_tokens
 from sinkprune.calibration.questions import Loaded, Sample, ask
-from sinkprune.contract.budgets import UNPRUNED, prune_layers
-from sinkprune.contract.errors import BundleError, TaskError
-from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import Array
-from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.decoding import Kept, Prefill
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
-def _head_weights(query: Array, key: Array, text: Array, *, causal: bool = False) -> Iterator[Array]:
-    """Yield each head's attention [L,K] in fp64: the softmax over visible keys of the rows `text` [L].
+def _head_weights(query: Array, key: Array, text: Array) -> Iterator[Array]:
+    """Yield each head's attention [L,K] in fp64: the softmax over all keys of the rows `text` [L].
 
     `query` [1,H,S,h] and `key` [1,Hkv,K,h] are of one layer, both after RoPE. If L is 0, the last row stands for the
     text, as in the text-guided stages (method.md section 2). No more than [L,K] is in memory.
     """
     text = text if len(text) else np.array([query.shape[2] - 1])
-    hidden = np.arange(key.shape[2]) > text[:, None] if causal else False
     repeats = query.shape[1] // key.shape[1]
     for head in range(query.shape[1]):
         queries, keys = query[0, head, text].astype(np.float64), key[0, head // repeats].astype(np.float64)
-        logits = np.where(hidden, -np.inf, queries @ keys.T * query.shape[3] ** -0.5)
+        logits = queries @ keys.T * query.shape[3] ** -0.5
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         yield weights / weights.sum(axis=1, keepdims=True)
-
-
-def received_by_head(query: Array, key: Array, rows: PromptRows, *, both_ways: bool | None) -> Array:
-    """Return [H,V]: the attention of each head's queries [1,H,S,h] to keys [1,Hkv,S,h], after RoPE.
-
-    A softmax over visible keys, then the mean over text rows. Without text after the last picture, the last row
-    stands for it. With `both_ways` all keys are visible.
-    """
-    weights = _head_weights(query, key, rows.text, causal=not both_ways)
-    return np.stack([own.mean(axis=0)[rows.visual] for own in weights])
 
 
 def text_attention(query: Array, key: Array, visual: Array, text: Array) -> tuple[float, Array]:
@@ -217,91 +198,5 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     return np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
 
 
-_SHARE_OF_LARGEST = 0.5
-"""A layer's heads are chosen if their dependence is at least this share of the layer's largest."""
-_SHARE_OVER_LAYERS = 0.1
-"""And at least this share of the largest of all layers: a layer in which no head reads the question gets no stage."""
-
-
-def check_prune_layers(manifest: Manifest) -> None:
-    """Raise `BundleError` for a bundle whose graphs do not give the queries and keys of every prune layer."""
-    wanted = prune_layers(manifest.language_model.num_layers)
-    if not {*wanted} <= {*manifest.cut_after}:
-        raise BundleError(
-            f"--heads chooses heads of layers {', '.join(map(str, wanted))}, and this bundle is cut after layers "
-            f"{', '.join(map(str, manifest.cut_after)) or 'none'}. Export it with --methods sinkpruner."
-        )
-
-
-def questions_by_picture(items: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the different questions about each picture, at least two.
-
-    A picture with one question also has the next other question of the file. Raises `TaskError` if all are the same.
-    """
-    if len({item.prompt for item in items}) < 2:
-        raise TaskError(
-            "all questions are the same, expected at least two different ones: --heads compares where heads look for "
-            "each. Add questions to --data, or raise --limit."
-        )
-    asked: dict[str, dict[str, Sample]] = {}
-    for item in items:
-        asked.setdefault(item.picture, {}).setdefault(item.prompt, item)
-    for number, item in enumerate(items):
-        own = asked[item.picture]
-        if len(own) < 2:
-            other = next(one for one in (*items[number + 1 :], *items[:number]) if one.prompt not in own)
-            own[other.prompt] = item.asked_as(other)  # type: ignore[arg-type]
-    return [list(own.values()) for own in asked.values()]
-
-
-def choose_heads(
-    loaded: Loaded, watch: AttentionObserver, groups: Sequence[Sequence[Sample]], count: Callable[[], None]
-) -> ChosenHeads:
-    """Return the heads of each prune layer, by the groups of `questions_by_picture`.
-
-    Runs each question or instruction on the unpruned engines of what was loaded with `watch.wrap`. `count` is called
-    for each. Raises what `ask` raises.
-    """
-    manifest = loaded.bundle.manifest
-    wanted = prune_layers(manifest.language_model.num_layers)
-    total: dict[str, Array] = {}
-    for group in groups:
-        looks: dict[str, list[Array]] = {}
-        for item in group:
-            ask(loaded, item, BASELINE, watch)
-            for number, layer in enumerate(manifest.cut_after):
-                if layer in wanted:
-                    tensors = watch.queries_and_keys[f"decoder_{number}"]
-                    received = received_by_head(*tensors, watch.rows, both_ways=manifest.both_ways)
-                    looks.setdefault(str(layer), []).append(received)
-            count()
-        for name, own in looks.items():
-            total[name] = total.get(name, np.zeros(1)) + question_dependence(np.stack(own))
-    return ChosenHeads(HEADS_VERSION, model_name(manifest.checkpoint.source), _chosen(total, len(groups)))
-
-
-def question_dependence(attention: Array) -> Array:
-    """Return [H] in nats: the Jensen-Shannon divergence of each head's attention over the questions about a picture.
-
-    `attention` [Q,H,V] is what visual rows receive of the text of each question; it is scaled to add up to 1. A head
-    that looks at the same rows for every question has 0. The most is ln Q.
-    """
-    sums = attention.sum(axis=2, keepdims=True)
-    # A head whose attention underflows looks at every row alike.
-    shares = np.where(sums > 0, attention / np.where(sums > 0, sums, 1.0), 1 / attention.shape[2])
-    divergence: Array = _entropy(shares.mean(axis=0)) - _entropy(shares).mean(axis=0)
-    return np.maximum(divergence, 0.0)
-
-
 def _entropy(shares: Array) -> Array:
     return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
-
-
-def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:
-    """Return each layer's heads whose dependence is large in the layer and not small beside that of other layers."""
-    found = {}
-    least = _SHARE_OVER_LAYERS * max(dependence.max() for dependence in total.values())
-    for layer, dependence in total.items():
-        chosen = np.flatnonzero(dependence >= max(least, _SHARE_OF_LARGEST * dependence.max()))
-        found[layer] = LayerHeads(tuple(chosen.tolist()), tuple((dependence / pictures).tolist()))
-    return found

@@ -101,9 +101,6 @@ class Item:
     def load_images(self) -> list[Image.Image]:
         return [self.load_image()]
 
-    def asked_as(self, other: Item) -> Item:
-        return replace(self, question=other.question)
-
 
 Asked = TypeVar("Asked", "Item", "Moment")
 Line = TypeVar("Line", _QuestionLine, _MomentLine)
@@ -303,10 +300,6 @@ class Moment:
 
     def load_images(self) -> list[Image.Image]:
         return [read_image(path) for path in self.files]
-
-    def asked_as(self, other: Moment) -> Moment:
-        """Return this moment with the instruction of another."""
-        return replace(self, prompt=other.prompt)
 
 
 def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> list[Moment]:

@@ -356,8 +356,6 @@ class Plan:
     shares: Budget | None
     """The shares that the graphs keep, if images differ in the tokens that the plan's tower gives. They are the
     budget's own, or those by which another method meets the budget's mean. None if there are `counts`."""
-    heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
-    """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
     tower: str | None = field(default=None, metadata=OPTIONAL)
     """The tower that runs in the place of `vision`, whose tokens `counts` or `shares` are of; None for `vision`."""
     queries: Literal["actions"] | None = field(default=None, metadata=OPTIONAL)

@@ -83,8 +83,7 @@ def export_bundle(
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         stages = {layer for plan in plans_of_all for layer in plan.select_after}
-        # After all prune layers, whichever of them prune: one graph of nearly all layers needs more memory, and
-        # schedules and heads are chosen among these cuts.
+        # After all prune layers, whichever of them prune: to load one graph of nearly all layers takes more memory.
         cut_after = tuple(sorted({*stages, *prune_layers(lm.num_layers)})) if stages else ()
         # The last layers: of a policy's last one only keys and values are exported.
         depth = lm.num_layers
@@ -175,7 +174,6 @@ class _Export:
             deepstack=family.deepstack,
             causal=family.causal,
             action_rows=source.policy is not None and source.policy.rows is not None,
-            heads=request.heads.of(family.language_model) if request.heads else {},
             merged=sum(merges_of(tower).values())
             if MERGING_TOWER in family.other_towers and isinstance(tower, SquareTower)
             else 0,

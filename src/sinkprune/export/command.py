@@ -51,7 +51,7 @@ Every bundle also runs unpruned.
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
-    read = [path for path in (Path(options.source), tokenizer, options.sign, options.heads) if path]
+    read = [path for path in (Path(options.source), tokenizer, options.sign) if path]
     check_outputs(json_outputs(options.json), read, [Path(options.source), options.output])
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -68,13 +68,8 @@ def main(arguments: Sequence[str] | None) -> None:
             from sinkprune.export.bundle_writer import export_bundle
             from sinkprune.export.source import ExportRequest
 
-        heads = None
-        if options.heads:
-            from sinkprune.export.methods.heads import read_heads
-
-            heads = read_heads(options.heads)
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
-        request = ExportRequest(**{**given, "heads": heads})
+        request = ExportRequest(**given)
         sign = None
         if options.sign:
             from sinkprune.contract.files.signature import read_private_key
@@ -277,13 +272,6 @@ def _parser() -> CommandParser:
         "--action-tokenizer",
         metavar="FOLDER",
         help="pi0-FAST: a local folder or a hub name with the FAST tokenizer, such as lerobot/fast-action-tokenizer",
-    )
-    add(
-        "--heads",
-        type=Path,
-        metavar="FILE.json",
-        help="the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, chosen by "
-        "sinkprune-calibrate attention --heads",
     )
     add("--force", action="store_true", help="replace an existing bundle")
     add_sign_option(parser, "the bundle")

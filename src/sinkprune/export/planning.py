@@ -102,6 +102,5 @@ def save_plan(
     facts, tower = facts.after_tower(built.kept), OTHER_TOWERS[built.kept.tower] if built.kept.tower else None
     counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
     shares = None if counts else built.kept
-    heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None
     own = built.kept
-    return Plan(sanitizer, selects, own.positions, counts, shares, heads, tower, own.queries), graphs
+    return Plan(sanitizer, selects, own.positions, counts, shares, tower, own.queries), graphs

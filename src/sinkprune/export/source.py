@@ -31,7 +31,6 @@ from sinkprune.export.families import Family, SalienceBlock, read_family
 
 if TYPE_CHECKING:
     from sinkprune.export.checkpoint.presets import RandomWeights
-    from sinkprune.export.methods.heads import ChosenHeads
     from sinkprune.export.weights.quantised_weights import Quantisation, QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
@@ -92,8 +91,6 @@ class ExportRequest:
     """The statistics that become -1 and 1 where no file names them: `q01-q99` or `min-max`. None means the usual."""
     action_tokenizer: str | None = None
     """A local folder or a hub name with the FAST tokenizer, which pi0-FAST needs."""
-    heads: ChosenHeads | None = None
-    """The attention heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`, which need them; else None."""
 
     def __post_init__(self) -> None:
         for what, name in (("checkpoint", self.source), ("tokenizer", self.tokenizer or "")):
@@ -109,8 +106,6 @@ class ExportRequest:
             raise UsageError(
                 "random weights have no statistics: leave out --unnorm-key, --chunk, --bounds and --action-tokenizer."
             )
-        if self.heads is not None:
-            self.heads.check_read_by(self.methods)
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)

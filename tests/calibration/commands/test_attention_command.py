@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +15,8 @@ from sinkprune.calibration.attention import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
-from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.methods.heads import read_heads
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import WITH_HEADS
 from support.models.tasks import write_task
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
@@ -84,42 +80,6 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
             assert f"{means['entropy']['mean']:.3f}" in outcome.stdout
     with Image.open(files[1]) as plot:
         assert plot.width > 500
-
-
-def test_chosen_heads_go_from_the_command_to_a_plan(
-    bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
-) -> None:
-    heads = tmp_path / "heads.json"
-    measure = (*ATTENTION, bundle("gqa-112"), "--data", questions, "--budgets", "none")
-    outcome = run(*measure, "--heads", heads)
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.endswith(wrote(heads))
-    found = read_heads(heads)
-    for layer, own in found.layers.items():
-        (line,) = (line for line in outcome.stdout.splitlines() if line.startswith(f"layer {layer}: "))
-        assert [int(head) for head in re.findall(r"(\d+) \(", line)] == list(own.chosen)
-        assert f", of {len(own.question_dependence)}" in line
-    for method in WITH_HEADS:
-        chosen = ("--methods", method, "--budgets", "retain-64", "--heads", heads)
-        exported = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / method, *chosen)
-        assert exported.code == 0, exported.stderr
-        plan = read_bundle(tmp_path / method).manifest.plans[method]["retain-64"]
-        assert plan.heads == {layer: own.chosen for layer, own in found.layers.items()}
-
-
-def test_heads_need_own_questions_that_differ_and_the_cuts_of_sinkpruner(
-    bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
-) -> None:
-    heads = ("--heads", tmp_path / "heads.json")
-    assert_refused(run(*ATTENTION, bundle("gqa-112"), *heads), "the test set")
-    asked = ("--data", questions)
-    assert_refused(run(*ATTENTION, bundle("gqa-112"), *asked, "--limit", 1, *heads), "all questions are the same")
-    assert_refused(run(*ATTENTION, bundle("gqa-112"), *asked, "--heads", tmp_path / "heads.txt"), ".json")
-    request = ExportRequest(str(checkpoint("gqa-112")), ("retain-192",), ("uniform",))
-    export_bundle(request, tmp_path / "uniform")
-    refused = run(*ATTENTION, tmp_path / "uniform", *asked, *heads)
-    assert_refused(refused, "heads of layers 1, 2, 4", "cut after layers none", "--methods sinkpruner")
-    assert not heads[1].exists()
 
 
 STATE = [0.5] * 5
@@ -191,23 +151,6 @@ def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
         for layer, figures in run_means["layers"].items():
             assert figures["rows"] == pytest.approx(tokens[int(layer)])
             assert 0 < figures["entropy"]["mean"] <= figures["entropy_of_mean"]["mean"] <= figures["uniform"] + 1e-9
-
-
-def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    heads, data = tmp_path / "heads.json", folder / "moments.jsonl"
-    outcome = run(*ATTENTION, folder / "bundle", "--data", data, "--budgets", "none", "--heads", heads)
-    assert outcome.code == 0, outcome.stderr
-    chosen = read_heads(heads)
-    manifest = read_bundle(folder / "bundle").manifest
-    assert {*map(int, chosen.layers)} <= {*manifest.cut_after}
-    assert all(len(each.question_dependence) == manifest.language_model.num_heads for each in chosen.layers.values())
-    assert any(each.chosen for each in chosen.layers.values())
-    request = ExportRequest(
-        str(checkpoint("pi0")), ("prune-66.7",), ("sinkpruner-heads",), max_images=2, heads=chosen
-    )
-    export_bundle(request, tmp_path / "bundle")
-    reports = acted(Policy.load(tmp_path / "bundle"), folder, "sinkpruner-heads", "prune-66.7")
-    assert all(report.tokens_per_layer[-1] < report.visual_tokens for report in reports)
 
 
 @pytest.mark.parametrize(

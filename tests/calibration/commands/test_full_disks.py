@@ -38,7 +38,6 @@ def full_disk(most: int = _MOST_BYTES) -> Iterator[None]:
         # Of two errors the first is printed; the plot is the first output.
         ("profile", f"{ASKED} --json x.json --plot y.png", "y.png", "retain-64"),
         ("evaluate", f"{DATA} --budgets retain-64 --answers x.jsonl", "x.jsonl", "retain-64"),
-        ("calibrate attention", f"{DATA} --budgets retain-64 --heads x.json", "x.json", "retain-64"),
         ("calibrate norms", f"{DATA} --json x.json", "x.json", "median"),
     ],
 )

@@ -23,28 +23,28 @@ def interrupted(*_: object, **__: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def test_heads_need_all_questions(
+def after(count: int, function: Callable[..., object]) -> Callable[..., object]:
+    """`function`, interrupted after `count` calls."""
+    left = iter(range(count))
+    return lambda *given: function(*given) if next(left, None) is not None else interrupted()
+
+
+def test_attention_is_reported_of_the_questions_that_were_asked(
     bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "choose_heads", interrupted)
-    words = ("--data", scenes, "--limit", 4, "--budgets", "none", "--heads", tmp_path / "heads.json")
+    monkeypatch.setattr(attention, "observe", after(3, attention.observe))
+    words = ("--data", scenes, "--limit", 4, "--budgets", "none")
     outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *words, "--json", tmp_path / "x.json")
-    assert outcome.code == 130
-    counts = "the report counts the first 4 of 4 questions. No heads were chosen: they need all questions."
-    assert outcome.stderr.endswith(f"interrupted; {counts}\n")
-    assert json.loads((tmp_path / "x.json").read_text())["interrupted"] == counts
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    said = "the report counts the first 3 of 4 questions."
+    assert outcome.code == 130 and outcome.stderr.endswith(f"interrupted; {said}\n")
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert (told["questions"], told["interrupted"], told["warnings"][0]) == (3, said, f"Interrupted: {said}")
 
 
 def test_norms_are_reported_of_whole_pictures(
     bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, plain = iter(range(1)), norms.bundle_features
-
-    def features(*given: object) -> object:
-        return plain(*given) if next(left, None) is not None else interrupted()  # type: ignore[arg-type]
-
-    monkeypatch.setattr(norms, "bundle_features", features)
+    monkeypatch.setattr(norms, "bundle_features", after(1, norms.bundle_features))
     command = ("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", scenes.parent)
     outcome = run(*command, "--json", tmp_path / "x.json", "--heatmaps", tmp_path / "maps")
     said = "the report counts the first 1 of 2 pictures."

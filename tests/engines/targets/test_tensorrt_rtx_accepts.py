@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, export_random, operators
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
@@ -75,7 +74,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gra
 
     @cache
     def get(dialect: str, precision: str) -> Graphs:
-        methods = every_method(DEEP) if precision == "fp16" else {}
+        methods = {"methods": tuple(ALL_METHODS)} if precision == "fp16" else {}
         options = {"budgets": BUDGETS, "dialect": dialect, **methods}
         folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
         bundle = export_random(folder, DEEP, precision=precision, **options)
@@ -190,7 +189,7 @@ def test_attention_to_a_cache_is_fused(
     assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
 
 
-UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid", "vscan", "sinkpruner-heads")
+UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid", "vscan")
 """Methods that have all operators of the other methods too."""
 
 

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import FAMILIES, Counts, Share, parse_budget, prune_layers, scaled_layers
+from sinkprune.contract.budgets import FAMILIES, Counts, parse_budget, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods.vscan import third_after
-from sinkprune.export.pruning.equal_mean import fewer_stages, mean_tokens, scaled_stages, tokens_into_llm
+from sinkprune.export.pruning.equal_mean import mean_tokens, scaled_stages, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
-from support.models.chosen_heads import WITH_HEADS, heads_by_layer
 from support.programs.slow_cases import every
 from support.references.reference_methods import CANNOT_REACH_ALL
 
@@ -35,8 +34,7 @@ AT_LEAST = {method: ((first + 1) * 576 + 31 - first) / 32 for method, (first, *_
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
-    heads = heads_by_layer(num_layers, model.num_heads)
-    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24, heads=heads)
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
 
 
 def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
@@ -133,30 +131,3 @@ def test_a_stage_behind_the_last_layer_is_rejected() -> None:
     with pytest.raises(BudgetError, match=r"6 layers is too shallow.*8, 16, 24 of 32.*2, 3, 5.*at least 7 layers"):
         scaled_layers((8, 16, 24), 6)
     assert scaled_layers((8, 16, 24), 7) == (2, 4, 5)
-
-
-@pytest.mark.parametrize("reading", [(2,), (6,), (2, 6), (2, 15), (6, 15), ()])
-@pytest.mark.parametrize("name", ["retain-192", "retain-64", "retain-32+drop-sink"])
-@pytest.mark.parametrize("method", WITH_HEADS)
-def test_layers_without_heads_have_no_stage_and_the_mean_stays(
-    method: str, name: str, reading: tuple[int, ...]
-) -> None:
-    model, budget = facts(), parse_budget("llava", name)
-    heads = {layer: (0,) if layer in reading else () for layer in prune_layers(32)}
-    plan = ALL_METHODS[method](replace(model, heads=heads), budget)
-    counts, whole = plan.kept.resolve(576), budget.resolve(576)
-    assert tuple(plan.select_after) == reading and dict(plan.heads) == dict.fromkeys(reading, (0,))
-    assert abs(realised(plan, 32, 576) - mean_tokens(whole, prune_layers(32), 32)) <= Fraction(1, 2)
-    assert [*counts.stages] == sorted(counts.stages, reverse=True) and all(n <= counts.kept for n in counts.stages)
-    if reading:
-        assert replace(counts, stages=()) == replace(whole, stages=())
-    else:
-        without = ALL_METHODS["sinkpruner-no-text-pruner"](model, budget)
-        assert counts == without.kept.resolve(576)
-
-
-def test_what_a_late_stage_cannot_make_up_for_is_reported() -> None:
-    # 129 tokens in 16 of 32 layers are a mean of 64.5 at least.
-    budget = replace(parse_budget("llava", "retain-64"), stages=(Share(1, 576),) * 3)
-    with pytest.raises(UnreachableBudget, match=r"layers 0 to 15 run on 129\.0 visual tokens"):
-        fewer_stages(facts(), budget, [15])

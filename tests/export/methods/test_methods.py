@@ -24,7 +24,7 @@ from support.models.token_features import KINDS, exact_rows, token_features
 from support.programs.repository import ROOT
 from support.references.kept_tokens import SANITIZING, assert_keeps
 from support.references.reference import largest
-from support.references.reference_methods import READ_THE_QUESTION, READING_SANITIZERS
+from support.references.reference_methods import READ_THE_QUESTION
 
 Array = np.ndarray[Any, Any]
 WIDTH = graphs.language_model().hidden_size
@@ -101,15 +101,14 @@ def test_ties_duplicates_zeros_and_extremes(method: str) -> None:
 
 
 @pytest.mark.parametrize("words", [1, 2, 8])
-@pytest.mark.parametrize("method", [*READ_THE_QUESTION, READING_SANITIZERS[0]])
+@pytest.mark.parametrize("method", [*READ_THE_QUESTION, "sinkpruner-text"])
 def test_questions_of_any_length(method: str, words: int) -> None:
     assert_keeps(*made(method, 64, 16), inputs_of("random", 1, 64, 16, words))
 
 
-@pytest.mark.parametrize("method", READING_SANITIZERS)
-def test_without_a_sanitizer_a_method_with_text_is_sinkpruner(method: str) -> None:
-    plan = graphs.method_plan(method, 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
-    assert plan.sanitizer is None and len(plan.select_after) == (1 if method == "sinkpruner-text" else 3)
+def test_without_a_sanitizer_a_method_with_text_is_sinkpruner() -> None:
+    plan = graphs.method_plan("sinkpruner-text", 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
+    assert plan.sanitizer is None and len(plan.select_after) == 1
 
 
 @pytest.mark.parametrize("kind", ["outliers", "tied"])

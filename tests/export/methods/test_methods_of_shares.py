@@ -22,11 +22,10 @@ from sinkprune.export.planning import plan_graphs
 from sinkprune.export.pruning.plan import MAX_ROUNDS, PlanFacts, PlanGraphs, UnreachableBudget, VariableTokens
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
-from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import each_once, every
 from support.references import reference
 from support.references.kept_tokens import SANITIZING, assert_keeps
-from support.references.reference_methods import READ_THE_QUESTION, READING_SANITIZERS
+from support.references.reference_methods import READ_THE_QUESTION
 
 Array = np.ndarray[Any, Any]
 D = 16
@@ -41,7 +40,7 @@ NAMES = [
     "prune-77.8+drop-sink",
     "prune-88.9+no-diversity",
 ]
-READING = (*READ_THE_QUESTION, READING_SANITIZERS[0])
+READING = (*READ_THE_QUESTION, "sinkpruner-text")
 # `downsample-ttft` has the budget's time, not its mean.
 EQUAL_MEAN = [method for method in ALL_METHODS if method != "downsample-ttft"]
 
@@ -53,7 +52,6 @@ def tower(tokens: int) -> int:
 
 def facts(layers: int = 28, most: int = 480, precision: str = "fp32", **more: Any) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=layers, rope_sections=(1, 1, 2))
-    more.setdefault("heads", heads_by_layer(layers, model.num_heads))
     tokens = VariableTokens(most, 784, most * more.get("groups", 1), tower)
     return PlanFacts(model, tokens, D, PRECISIONS[precision], opset24, **more)
 

@@ -31,10 +31,8 @@ DTYPES = {"fp32": np.float32, "fp16": np.float16}
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
-ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image, "sinkpruner-heads": every_text_row}
+ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
 """The querying rows of methods other than SinkPruner."""
-CHOSEN = {"mha": (1, 2), "gqa": (0, 4, 5), "mqa": (3,)}
-"""The heads that stages of `sinkpruner-heads` read."""
 METHODS = ("sinkpruner", *ASKING)
 
 
@@ -67,15 +65,13 @@ def assert_equals_reference(
     text: list[int],
     precision: str = "fp32",
     method: str = "sinkpruner",
-    chosen: tuple[int, ...] | None = None,
 ) -> list[int]:
     """Compare every output with the reference, and return the surviving rows."""
     model = graphs.language_model(*HEADS[heads], HEAD_DIM)
-    chosen = (chosen or CHOSEN[heads]) if method == "sinkpruner-heads" else None
     if method == "sinkpruner":
         run = graphs.select(model, budget, 1000, precision)
     else:
-        run = graphs.asked_select(model, KEPT, budget, ASKING[method], precision, chosen)
+        run = graphs.asked_select(model, KEPT, budget, ASKING[method], precision)
     out = run(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
     scores = reference.text_attention(
         inputs["query"][0],
@@ -83,7 +79,6 @@ def assert_equals_reference(
         visual,
         asking_rows(method, inputs["hidden"][0], visual, text),
         visual_keys=budget.scores_over == "visual_keys",
-        heads=chosen,
     )
     rows = inputs["hidden"].shape[1]
     keep = reference.keep_rows(scores, rows, visual, budget.stages[0].of(1000))
@@ -158,9 +153,8 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
         st.integers(0, 3),
         st.integers(0, 5),
         st.sampled_from([0.0, 1e-30, 1.0, 1e15]),
-        st.sets(st.integers(0, 3)),
     )
-    def holds(kinds: list[int], text: int, before: int, scale: float, chosen: set[int]) -> None:
+    def holds(kinds: list[int], text: int, before: int, scale: float) -> None:
         """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
         first_text = before + len(kinds)
         inputs = stage(heads, first_text + text, seed=1)
@@ -171,9 +165,7 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
         for row in visual:
             inputs["key"][:, :, row] = same[:, :, kinds[row - before]]
         if inputs["hidden"].shape[1] > 0:
-            texts, method = list(range(first_text, first_text + text)), "sinkpruner-heads" if chosen else "sinkpruner"
-            own = tuple(sorted(chosen))
-            assert_equals_reference(budget, heads, inputs, visual, texts, method=method, chosen=own)
+            assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
 
     holds()
 

@@ -16,7 +16,6 @@ from sinkprune.contract.errors import PruningError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import every_method
 from support.models.clips import INTERNVL_BUDGETS, VIDEO_BUDGETS, frames
 from support.models.small_models import (
     CLIPS_IN_ONE_PIECE,
@@ -137,7 +136,7 @@ def test_clips(name: str, budget: str, model: Models, pipeline: Pipelines, photo
         (
             "next-mistral",
             "retain-320",
-            ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-heads", "sinkpruner-no-text-pruner"),
+            ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-paper", "sinkpruner-no-text-pruner"),
         ),
         slow(("internvl3.5", "prune-66.7", tuple(METHODS))),
     ],
@@ -145,9 +144,7 @@ def test_clips(name: str, budget: str, model: Models, pipeline: Pipelines, photo
 def test_other_methods_keep_the_same_mean_of_every_tile(
     name: str, budget: str, methods: tuple[str, ...], checkpoint: Folders, photo: Image.Image, tmp_path: Path
 ) -> None:
-    source = checkpoint(name)
-    request = ExportRequest(str(source), budgets=(budget,), **{**every_method(source), "methods": methods})
-    export_bundle(request, tmp_path / "bundle")
+    export_bundle(ExportRequest(str(checkpoint(name)), (budget,), methods), tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     means = []
     for method in methods:

@@ -19,7 +19,6 @@ from sinkprune.export.families import read_family
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.slow_cases import slow_except
 from support.references.kept_tokens import choose_tops, kept_of
 from support.references.masking import assert_equals_masked, embedded, masked_forward
@@ -54,9 +53,7 @@ def bundles(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         if name not in made:
             left_out: list[Unreachable] = []
             folder = tmp_path_factory.mktemp("methods") / name
-            source = checkpoint(name)
-            options = {**every_method(source), "methods": REACHING[name]}
-            request = ExportRequest(str(source), BUDGETS, max_frames=4, **options)
+            request = ExportRequest(str(checkpoint(name)), BUDGETS, REACHING[name], max_frames=4)
             export_bundle(request, folder, left_out=left_out.append)
             inside = {*IN_LLM, "sinkpruner-no-sanitizer"}.intersection(REACHING[name])
             assert {(plan.method, plan.budget) for plan in left_out} == {(one, "prune-88.9") for one in inside}
@@ -97,10 +94,8 @@ def test_answers_equal_the_masked_full_sequence(
     stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
     asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])
-    lm = pipe.bundle.manifest.language_model
-    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
     chosen = {"choose": choose_tops} if method == "tops" else {}
-    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads, **chosen)
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, **chosen)
     assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
 
 

@@ -21,7 +21,6 @@ from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.overlay import AVERAGING, token_fates
-from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of
 from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
@@ -31,7 +30,6 @@ from support.references.reference_methods import (
     IN_LLM,
     ON_A_GRID,
     READ_THE_QUESTION,
-    READING_SANITIZERS,
     TWO_STAGES,
     asking_rows,
 )
@@ -54,9 +52,7 @@ def root(
 ) -> Path:
     """A bundle of every method."""
     output = tmp_path_factory.mktemp("methods") / "bundle"
-    source = checkpoint("gqa-112")
-    request = ExportRequest(str(source), budgets=BUDGETS, **every_method(source))
-    export_bundle(request, output, left_out=left_out.append)
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), BUDGETS, METHODS), output, left_out=left_out.append)
     return output
 
 
@@ -72,8 +68,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
     assert (inside["tops"], inside["vscan"]) == ((3, 6), (4,))
     before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random", "sinkpruner-no-text-pruner"), ())
-    three = dict.fromkeys(("sinkpruner-paper", *WITH_HEADS), (1, 2, 4))
-    assert selects == dict.fromkeys(METHODS, (1,)) | three | inside | before
+    assert selects == dict.fromkeys(METHODS, (1,)) | {"sinkpruner-paper": (1, 2, 4)} | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
         assert path.stat().st_size < 40_000
 
@@ -142,7 +137,7 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
-@pytest.mark.parametrize("method", [*IN_LLM, *WITH_HEADS, "sinkpruner-paper"])
+@pytest.mark.parametrize("method", [*IN_LLM, "sinkpruner-paper"])
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
@@ -159,14 +154,12 @@ def test_dropping_inside_the_llm_equals_masking(
     answer = answer_of(pipe, photo, method, budget, tokens=5)
     later = embedded(torch_model, answer.token_ids[:-1])
     asking = partial(asking_rows, method)
-    lm = pipe.bundle.manifest.language_model
-    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
-    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
     assert_survivors(answer, sequence, masked)
     assert likeliest(masked.logits[len(sequence.rows) - 1 :], pipe.bundle.manifest.tokens.stop) == answer.token_ids
 
 
-@pytest.mark.parametrize("method", [*READING_SANITIZERS, *READ_THE_QUESTION])
+@pytest.mark.parametrize("method", ["sinkpruner-text", *READ_THE_QUESTION])
 def test_the_sanitizer_reads_the_question_of_the_user(
     method: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:

@@ -35,7 +35,6 @@ from sinkprune.export.pruning.select import (
 from sinkprune.export.weights import PRECISIONS, FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
-from support.models.chosen_heads import heads_by_layer
 
 Run = Callable[..., dict[str, Array]]
 """A graph as a function from its inputs, by name, to its outputs."""
@@ -105,13 +104,11 @@ def asked_select(
     budget: Budget,
     queries: ChooseQueries,
     precision: str = "fp32",
-    heads: tuple[int, ...] | None = None,
-    library: str = "ort-cpu",
 ) -> Run:
-    """A select that keeps the `kept` visual rows the rows of `queries` attend to most with `heads`, loaded."""
+    """A select that keeps the `kept` visual rows the rows of `queries` attend to most, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, facts_of(model, precision), best_of_one_image(kept), budget, queries, heads)
-    return loaded(graph, library)
+    build_select(graph, facts_of(model, precision), best_of_one_image(kept), budget, queries)
+    return loaded(graph)
 
 
 @cache
@@ -147,8 +144,7 @@ def operators_on_fp16(graph: Graph) -> set[str]:
 
 def _deep_facts(n: int, d: int, precision: str, dialect: DialectName = "opset24") -> PlanFacts:
     model = replace(language_model(), num_layers=32)
-    heads = heads_by_layer(model.num_layers, model.num_heads)
-    return PlanFacts(model, n, d, PRECISIONS[precision], load_dialect(dialect), heads=heads)
+    return PlanFacts(model, n, d, PRECISIONS[precision], load_dialect(dialect))
 
 
 def _plan(facts: PlanFacts, budget: Budget) -> Any:

@@ -11,14 +11,12 @@ import numpy as np
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.contract.precision import DTYPES
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from support.models.chosen_heads import WITH_HEADS
 from support.models.graphs import Run
 from support.references.reference import largest, sanitize
 from support.references.reference_methods import (
     IN_LLM,
     ON_A_GRID,
     READ_THE_QUESTION,
-    READING_SANITIZERS,
     text_scores,
     tops_rows,
     visionzip,
@@ -29,8 +27,8 @@ Array = np.ndarray[Any, Any]
 SANITIZING = [
     method
     for method in ALL_METHODS
-    # `random` is no rule, and the methods with heads have the sanitizers of two others.
-    if method not in (*IN_LLM, "sinkpruner-no-sanitizer", "random", *WITH_HEADS)
+    # `random` is no rule.
+    if method not in (*IN_LLM, "sinkpruner-no-sanitizer", "random")
 ]
 """The methods whose sanitizers have a reference."""
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-3}
@@ -54,7 +52,7 @@ def kept_of(
     tokens, norms, salience = features
     whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
     projected = tokens if embeddings is None else embeddings
-    if method in READING_SANITIZERS:
+    if method == "sinkpruner-text":
         salience = text_scores(salience, projected, question, largest(norms, counts.outliers))
     if method.startswith("visionzip"):
         options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,6 @@ def surviving(
     *,
     causal: bool,
     asking: Asking = every_text_row,
-    heads: tuple[int, ...] | None = None,
     choose: Choose = best_rows,
 ) -> list[int]:
     """The rows that a stage leaves of those `alive`, with its quota of the visual rows of each of `images`.
@@ -79,7 +77,7 @@ def surviving(
     visual = [place[row] for image in images for row in image if row in place]
     asked = asking(hidden, visual, [place[row] for row in text])
     over = budget.scores_over == "visual_keys"
-    scores = text_attention(query, key, visual, asked, visual_keys=over, heads=heads, causal=causal)
+    scores = text_attention(query, key, visual, asked, visual_keys=over, causal=causal)
     kept = set(range(len(alive)))
     for image, most in zip(images, quotas, strict=True):
         own = [number for number, at in enumerate(visual) if alive[at] in image]
@@ -96,7 +94,6 @@ def masked_forward(
     stages: Mapping[int, int | list[int]],
     later: Array | None = None,
     asking: Asking = every_text_row,
-    heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     choose: Choose = best_rows,
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
@@ -105,8 +102,8 @@ def masked_forward(
     counts them from the scores of an image's rows; the reference chooses them from this model's own queries and
     keys. `later` are rows behind the prefill, which no stage touches.
     `asking` names the rows that score, from the hidden states [S,d] behind the layer and the visual and text rows;
-    all are places among the survivors. `heads` are those that score at a pruning layer; all, if it is not there.
-    `choose` gives the places of an image's rows that survive, from their scores, hidden states and quota.
+    all are places among the survivors. `choose` gives the places of an image's rows that survive, from their scores,
+    hidden states and quota.
     """
     llama = model.model.language_model
     options = parse_budget(sequence.family, budget)
@@ -139,7 +136,6 @@ def masked_forward(
                 quota if isinstance(quota, list) else [quota] * len(images),
                 causal=not sequence.both_ways,
                 asking=asking,
-                heads=heads.get(number),
                 choose=choose,
             )
             visible[:prefilled] = False

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -235,12 +234,11 @@ class OpenVlaReference:
         budget: str | None = None,
         stages: Mapping[int, Sequence[int]] | None = None,
         asking: Asking = every_text_row,
-        heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
         choose: Choose = best_rows,
     ) -> Masked:
         """All rows through all layers. After a layer of `stages` so many visual rows of each camera stay visible.
 
-        `asking`, `heads` and `choose` are those of `masking.masked_forward`.
+        `asking` and `choose` are those of `masking.masked_forward`.
         """
         options = parse_budget("openvla-oft", budget) if budget else None
         visible, found = torch.ones(len(rows.values), dtype=torch.bool), Masked(rows.values)
@@ -258,7 +256,6 @@ class OpenVlaReference:
                 stages[number],
                 causal=not self.has_head,
                 asking=asking,
-                heads=heads.get(number),
                 choose=choose,
             )
             visible[:] = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -141,17 +140,15 @@ def text_attention(
     text: list[int],
     *,
     visual_keys: bool = False,
-    heads: Iterable[int] | None = None,
     causal: bool = True,
 ) -> Array:
-    """p [V] of section 2 from query [H,S,h] and key [Hkv,S,h], the mean over `heads`; over all for None."""
+    """p [V] of section 2 from query [H,S,h] and key [Hkv,S,h], the mean over heads."""
     if not visual:
         return np.zeros(0)
     query, key = query.astype(np.float64), key.astype(np.float64)
     received = np.zeros(key.shape[1])
     text = text or [query.shape[1] - 1]
-    counted = [*range(len(query))] if heads is None else [*heads]
-    for head in counted:
+    for head in range(len(query)):
         keys = key[head * len(key) // len(query)]
         for row in text:
             # Row by row, so that equal keys get equal scores.
@@ -162,7 +159,7 @@ def text_attention(
             logits = np.where(visible, logits, -np.inf)
             weights = np.exp(logits - logits.max())
             received += weights / weights.sum()
-    return received[np.array(visual, dtype=int)] / (len(counted) * len(text))
+    return received[np.array(visual, dtype=int)] / (len(query) * len(text))
 
 
 def keep_rows(scores: Array, rows: int, visual: list[int], kept: int) -> list[int]:

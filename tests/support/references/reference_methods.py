@@ -328,7 +328,7 @@ CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sin
 
 
 def text_scores(salience: Array, embeddings: Array, question: Array, outliers: list[int]) -> Array:
-    """The scores [N] by which the methods of `READING_SANITIZERS` take tokens: scaled salience plus scaled relevance.
+    """The scores [N] by which `sinkpruner-text` takes tokens: scaled salience plus scaled relevance.
 
     The relevance is the mean cosine of a token's row in `embeddings` [N,d] with the rows of `question` [T,d].
     """
@@ -414,5 +414,3 @@ def _shares(logits: Array) -> Array:
 
 READ_THE_QUESTION = {"cdpruner": cdpruner, "cdpruner+centred": partial(cdpruner, centring=True), "mmtok": mmtok}
 """Methods that drop tokens before the LLM only. They also take the rows of tokens and words that the LLM receives."""
-READING_SANITIZERS = ("sinkpruner-text", "sinkpruner-text-heads")
-"""SinkPruner's methods whose sanitizer takes tokens by `text_scores`."""

@@ -1,5 +1,4 @@
-"""`sinkprune-calibrate attention`: the share of sink tokens among the kept ones, the entropy of the text's attention,
-and the heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`."""
+"""`sinkprune-calibrate attention`: sink tokens among the kept ones, and the entropy of the text's attention."""
 
 from __future__ import annotations
 
@@ -14,10 +13,7 @@ from sinkprune.calibration.attention import (
     LayerMeans,
     Observation,
     RunMeans,
-    check_prune_layers,
-    choose_heads,
     observe,
-    questions_by_picture,
     summarise,
 )
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination, task_head
@@ -33,13 +29,10 @@ from sinkprune.calibration.questions import (
     task_parser,
     until_interrupted,
 )
-from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.options import note_written
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
-from sinkprune.export.methods.heads import ChosenHeads, write_heads
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.commands.options import Options, load_pipeline
 from sinkprune.runtime.commands.reports import interrupted_warnings, progress_bar, write_measured
@@ -50,13 +43,9 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
-  sinkprune-calibrate attention llava-7b --data kitchen.jsonl --budgets none --heads heads.json
-  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --heads heads.json \\
-      --methods sinkpruner,sinkpruner-text-heads
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
-of the bundle is another row. For a robot policy, FILE.jsonl has moments (docs/policies.md). --heads also asks
-each picture at least two different questions, and chooses the heads that look elsewhere for each.
+of the bundle is another row. For a robot policy, FILE.jsonl has moments (docs/policies.md).
 """
 _PICTURES = 50
 """Pictures without --limit: enough for steady shares, and minutes instead of an hour of a large model."""
@@ -72,23 +61,9 @@ def main(arguments: Sequence[str] | None) -> None:
         limit=f"the first N questions (default: those about the first {_PICTURES} pictures)",
         drawn="shares and entropies",
     )
-    parser.add_argument(
-        "--heads",
-        type=Path,
-        metavar="FILE.json",
-        help="choose the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, and write them for "
-        "sinkprune-export --heads",
-    )
     options = parser.parse(arguments, Options)
-    if options.heads:
-        check_own_questions(Path(options.data))
-    others = [(options.heads, (".json",))] if options.heads else []
-    bundle, items, combinations, _ = open_task(options, 1, *others, may_act=True)
+    bundle, items, combinations, _ = open_task(options, 1, may_act=True)
     items = items if options.limit else _first_pictures(items)
-    asked = []
-    if options.heads:
-        check_prune_layers(bundle.manifest)
-        asked = questions_by_picture(items)
     watch, pairs = AttentionObserver(), (BASELINE, *combinations)
     if bundle.manifest.policy:
         loaded: Loaded = Policy.load(bundle, wrap=watch.wrap, **options.loading)
@@ -96,20 +71,14 @@ def main(arguments: Sequence[str] | None) -> None:
         loaded = load_pipeline(options, bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
     check_samples(loaded, items, pairs)
-    heads: list[ChosenHeads] = []
 
     def measure() -> Iterator[dict[Combination, Observation]]:
         with progress_bar("asking", len(items), "questions") as count:
             for item in items:
                 yield {pair: observe(loaded, watch, item, pair) for pair in pairs}
                 count()
-        if options.heads:
-            with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
-                heads.append(choose_heads(loaded, watch, asked, count))
 
     observed, interrupted = until_interrupted(measure(), len(items), "question")
-    if options.heads and not heads:
-        interrupted += " No heads were chosen: they need all questions."
     shares, pictures = shares[: len(observed)], [item.picture for item in items[: len(observed)]]
     runs = {pair: summarise(pictures, [own[pair] for own in observed]) for pair in pairs}
     methods: dict[str, dict[str, RunMeans]] = {}
@@ -124,18 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
         warnings=(*interrupted_warnings(interrupted), *few, *unseen),
         seen_share=min(shares),
     )
-
-    def keep_heads() -> None:
-        for chosen in heads:
-            write_heads(options.heads, chosen)
-            note_written(options.heads)
-
-    def print_tables() -> None:
-        _print(report)
-        for chosen in heads:
-            _print_heads(chosen)
-
-    write_measured(options, report, plot_attention, print_tables, notes, interrupted, first=lambda _: keep_heads())
+    write_measured(options, report, plot_attention, lambda: _print(report), notes, interrupted)
 
 
 def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
@@ -182,15 +140,6 @@ def _print(report: AttentionReport) -> None:
     for method, budget, run in runs:
         layers.add_row(plain_text(method), plain_text(budget), *map(_entropies, run.layers.values()))
     console.print(layers)
-
-
-def _print_heads(heads: ChosenHeads) -> None:
-    sys.stdout.write("\nheads that look elsewhere for another question, of all: mean divergence in nats\n")
-    for layer, own in heads.layers.items():
-        found = ", ".join(f"{head} ({own.question_dependence[head]:.2f})" for head in own.chosen) or "none"
-        others = [value for head, value in enumerate(own.question_dependence) if head not in own.chosen]
-        rest = f"; the others up to {max(others):.2f}" if others else ""
-        sys.stdout.write(f"layer {layer}: {found}, of {len(own.question_dependence)}{rest}\n")
 
 
 def _entropies(layer: LayerMeans) -> str:

@@ -62,6 +62,10 @@ class HeldFile:
             raise self._refusal(f"ends before byte {offset + count}")
         return data
 
+    def read_each(self, offsets: Iterable[int], count: int) -> list[bytes]:
+        """Return `count` bytes from each of the `offsets` on."""
+        return [self.read_at(offset, count) for offset in offsets]
+
     def sha256(self, on_bytes: Callable[[int], None] = lambda count: None) -> str:
         """Return the sha256 in hexadecimal. `on_bytes` takes the size of each part that is done."""
         digest = hashlib.sha256(self._bytes or b"")

@@ -1,14 +1,10 @@
 """SinkPruner, its other forms, and the paper's ablations.
 
-method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
-chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
-ProViP scores stages with such "visual heads", which it chooses for each input by the variance of their attention
-over the picture. docs/measurements/accuracy-heads.md says why we choose them beforehand.
+method.md sections 1 and 2 have the rules. Each step below names its rule.
 
-RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
-with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
-are no outliers, and have equal weight. All other steps are SinkPruner's. `sinkpruner-text-heads` also has the stages
-of `sinkpruner-heads`.
+RES of `sinkpruner-text` takes the tokens of largest salience and relevance together. The relevance of a token is the
+mean of its cosines with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1
+over the tokens that are no outliers, and have equal weight. All other steps are SinkPruner's.
 
 An ablation is SinkPruner without one part, at the same mean visual tokens per layer (docs/methods.md). The most
 salient tokens take the places of the missing part.
@@ -16,17 +12,15 @@ salient tokens take the places of the missing part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, one_stage, prune_layers
-from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import fewer_stages, scaled_stages, shares_of, without_stages
+from sinkprune.export.pruning.equal_mean import scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.functions import centred, gathered, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
@@ -54,7 +48,7 @@ def build(facts: PlanFacts, budget: Budget, score: Score | None = None, centring
     """
     layers = facts.language_model.num_layers
     kept, cuts = one_stage(budget, facts.nominal_tokens, layers), prune_layers(layers)[:1] if budget.stages else ()
-    return build_after(facts, kept, cuts, score, centring=centring)
+    return build_after(facts, kept, cuts, score, centring)
 
 
 def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -68,40 +62,11 @@ def build_after(
     budget: Budget,
     cuts: Sequence[int],
     score: Score | None = None,
-    heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     centring: bool = False,
 ) -> PlanGraphs:
-    """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending).
-
-    `heads` are the heads of each layer whose attention counts; all heads of a layer that is not in it.
-    """
+    """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
     sanitizer = _sanitizer(facts, budget, score, centring) if budget.sanitizer else None
-    return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
-
-
-def build_with_heads(facts: PlanFacts, budget: Budget, score: Score | None = None) -> PlanGraphs:
-    """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
-
-    Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
-    if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableBudget`.
-    """
-    if not facts.heads:
-        from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
-
-        names = " and ".join(f"'{name}'" for name in WITH_HEADS)
-        raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
-    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
-    reading = [layer for layer in cuts if facts.heads[layer]]
-    if cuts and not reading and not budget.sanitizer:
-        raise BudgetError(
-            "no layer has a chosen head, so the method has no stage, and option 'no-sanitizer' leaves nothing else "
-            "that drops tokens. Leave the option or the method out."
-        )
-    if not reading and cuts:
-        kept = without_stages(facts, budget)
-    else:
-        kept = budget if len(reading) == len(cuts) else fewer_stages(facts, budget, reading)
-    return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
+    return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row))
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, score: Score | None, centring: bool) -> Graph:
@@ -160,7 +125,6 @@ def by_salience_and_relevance(
 
 build_centred = partial(build, centring=True)
 build_with_text = partial(build, score=by_salience_and_relevance)
-build_with_text_and_heads = partial(build_with_heads, score=by_salience_and_relevance)
 
 
 def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:

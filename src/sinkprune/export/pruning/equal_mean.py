@@ -88,24 +88,6 @@ def without_stages(facts: PlanFacts, budget: Budget) -> Budget:
     return shares_of(facts, sanitizing, replace(counts, reserve=chosen - diverse, diverse=diverse, stages=()))
 
 
-def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
-    """Return `budget` with its stages after the layers `cuts` only, scaled alike to meet the mean.
-
-    `cuts` are some of the prune layers, at least one. As many tokens enter the LLM as at `budget`. Raises
-    `UnreachableBudget` if they are too many before the first of `cuts`.
-    """
-    counts, layers = budget.resolve(facts.nominal_tokens), prune_layers(facts.language_model.num_layers)
-    own = [stage for layer, stage in zip(layers, counts.stages, strict=True) if layer in cuts]
-
-    def scaled(step: int) -> Counts:
-        # At most, the smallest stage keeps everything.
-        ratio = Fraction(step * counts.kept, _STEPS * max(1, min(own)))
-        stages = (max(1, round_half_up(stage * ratio)) for stage in own)
-        return replace(counts, stages=tuple(min(counts.kept, stage) for stage in stages))
-
-    return shares_of(facts, budget, _nearest(facts, budget, cuts, scaled))
-
-
 def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Callable[[int], Counts]) -> Counts:
     """Return the counts whose mean is nearest to the budget's; they grow with their argument, from 0 to `_STEPS`.
 

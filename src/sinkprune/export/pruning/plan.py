@@ -6,7 +6,7 @@ Graphs compute here what `Budget.resolve` and `sinkprune.contract.schedule` comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -64,9 +64,6 @@ class PlanFacts:
     """The number of sets of features, as wide as tokens, that each token takes to the decoder's first layers."""
     causal: bool = True
     """Whether a row of the decoder sees the rows up to its own, and not all rows."""
-    heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
-    """The heads by layer (0-based) that were chosen for stages to read; empty if none were."""
-
     action_rows: bool = False
     """Whether rows of the prompt become actions."""
     merged: int = 0
@@ -207,8 +204,6 @@ class PlanGraphs:
     """The graph before the LLM; None for methods that drop no tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)
     """The graph after each decoder layer (0-based) where the method drops tokens."""
-    heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The heads of each layer (0-based) whose attention counts there; all heads of a layer that is not in it."""
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

@@ -6,8 +6,7 @@ Attention of a few querying rows scores the visual rows, so no [S,T] matrix exis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -157,13 +156,11 @@ def build_selects(
     kept: Budget,
     cuts: Sequence[int],
     queries: ChooseQueries,
-    heads: Mapping[int, Sequence[int]] = MappingProxyType({}),
     rule: Callable[[PlanFacts, int | Share], SelectionRule] = best_rows,
 ) -> dict[int, Graph]:
     """Return the selects after the layers `cuts` (0-based), by layer, one for each stage of `kept`.
 
-    `heads` are the heads of each layer whose attention counts; all heads of a layer that is not in it. Raises
-    `BudgetError` for more rows than TensorRT ranks.
+    Raises `BudgetError` for more rows than TensorRT ranks.
     """
     selects = {}
     stages: Sequence[int | Share] = kept.stages
@@ -172,7 +169,7 @@ def build_selects(
     for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
         choice = rule(facts, of_all_groups(stage, facts))
-        build_select(selects[layer], facts, choice, kept, queries, heads.get(layer))
+        build_select(selects[layer], facts, choice, kept, queries)
     return selects
 
 
@@ -182,11 +179,10 @@ def build_select(
     choice: SelectionRule,
     budget: Budget,
     queries: ChooseQueries,
-    heads: Sequence[int] | None = None,
 ) -> None:
     """Write a select that keeps, in order, the visual rows of `choice` and every other row.
 
-    Scores are the attention of the querying rows, mean over `heads`; None for all.
+    Scores are the attention of the querying rows, mean over all heads.
     """
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
     table: list[Dim] = [1, "S", h // 2]
@@ -201,7 +197,7 @@ def build_select(
         # It is the first of the rows that become actions, and the last of the text.
         predicting = op.Slice(text, [0], [1]) if budget.queries else op.Slice(text, [-1], [_END])
     stage = Stage(hidden, query, key, visual, text, size, predicting)
-    alive, left = choice(graph, stage, _received_attention(graph, facts, stage, budget, queries, heads))
+    alive, left = choice(graph, stage, _received_attention(graph, facts, stage, budget, queries))
 
     rows = op.Shape(hidden, start=1, end=2)
     survives = op.ScatterElements(op.Expand(1, rows), visual, alive, axis=0)
@@ -225,22 +221,17 @@ def build_select(
 
 
 def _received_attention(
-    graph: Graph, facts: PlanFacts, stage: Stage, budget: Budget, queries: ChooseQueries, heads: Sequence[int] | None
+    graph: Graph, facts: PlanFacts, stage: Stage, budget: Budget, queries: ChooseQueries
 ) -> ir.Value:
-    """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
+    """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and heads."""
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
     repeats = model.num_heads // model.num_kv_heads
     querying, weighted = queries(graph, stage)
 
-    query, key, key_heads = stage.query, stage.key, model.num_kv_heads
-    if heads is not None:
-        # Each chosen head becomes a group of its own, because a group may have fewer chosen heads than another.
-        query, key = op.Gather(query, [*heads], axis=1), op.Gather(key, [head // repeats for head in heads], axis=1)
-        key_heads, repeats = len(heads), 1
-    q = op.Cast(op.Gather(query, querying, axis=2), to=FLOAT)
+    q = op.Cast(op.Gather(stage.query, querying, axis=2), to=FLOAT)
     # Query heads of a group are adjacent, so that keys need not be repeated.
-    q = op.Reshape(q, [1, key_heads, -1, h])
-    k = op.Transpose(op.Cast(key, to=FLOAT), perm=[0, 1, 3, 2])
+    q = op.Reshape(q, [1, model.num_kv_heads, -1, h])
+    k = op.Transpose(op.Cast(stage.key, to=FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
     # The last row sees all rows, as every row does in a decoder that is not causal.
     last = querying if facts.causal else op.Max(querying, op.Sub(stage.size, [1]))

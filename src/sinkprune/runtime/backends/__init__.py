@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.device.stopwatch import Clock
 from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Decoder(Protocol):
         """
 
 
-class Backend(Protocol):
+class Backend(Clock, Protocol):
     """An engine library on a device: loads graphs, holds tensors, and measures times."""
 
     name: str
@@ -113,18 +113,12 @@ class Backend(Protocol):
     is quicker (docs/pictures.md)."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
-    mark: Callable[[], Any] = time.perf_counter
-    """Returns the moment at which all work enqueued so far is done: at once, where calls return when it is."""
 
     @property
     def machine(self) -> str:
         """What computes, in words for reports: the GPU, where the library names one, and the processor."""
         gpu = self.versions.get("gpu")
         return f"{gpu}, {processor_name()}" if gpu else processor_name()
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Return the milliseconds between two results of `mark`; waits for the second."""
-        return float(end - start) * 1e3
 
     def captured(self) -> CaptureReport | None:
         """Return what is captured as CUDA graphs, for reports; None where no backend of the kind captures."""

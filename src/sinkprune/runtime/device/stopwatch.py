@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from sinkprune.runtime.backends import Backend
+from typing import Any, Protocol, TypeVar
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
+class Clock(Protocol):
+    """The clock of a stopwatch. Every `Backend` is one. The default is for libraries whose calls return when they are
+    done: the time of the host."""
+
+    mark: Callable[[], Any] = time.perf_counter
+    """Returns the moment at which all work enqueued so far is done."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Return the milliseconds between two results of `mark`; waits for the second."""
+        return float(end - start) * 1e3
+
+
 class Stopwatch:
     """Milliseconds by name. Times of one name add up, and parts may be nested."""
 
-    def __init__(self, clock: Backend, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        """Take the backend as the clock, and a context manager that is entered around each part with its name."""
+    def __init__(self, clock: Clock, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Take the clock, and a context manager that is entered around each part with its name."""
         self._clock, self._during = clock, during
         self._spans: list[tuple[str, Any, Any]] = []
 

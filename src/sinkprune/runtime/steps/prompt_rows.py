@@ -97,7 +97,7 @@ class Embedding:
         return self._rows([self._offset(name, (self._width,))])[0]
 
     def _rows(self, offsets: Sequence[int]) -> Array:
-        read = [self._file.read_at(offset, self._row_bytes) for offset in offsets]
+        read = self._file.read_each(offsets, self._row_bytes)
         return np.frombuffer(b"".join(read), self._dtype).reshape(-1, self._width)
 
     def _offset(self, name: str, shape: tuple[int, ...]) -> int:

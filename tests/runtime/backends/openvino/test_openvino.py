@@ -20,13 +20,13 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.errors import BackendError
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import Cpu, OpenVinoBackend
 from sinkprune.runtime.system import trim_heap
-from support.models.chosen_heads import every_method
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
@@ -62,11 +62,8 @@ def test_every_method_keeps_the_same(
 ) -> None:
     """With options that change a plan's graphs, and the functions that they call."""
     # On this small decoder some methods reach large budgets only.
-    options = every_method(source := checkpoint(name))
-    options["methods"] = tuple(
-        one for one in options["methods"] if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL
-    )
-    request = ExportRequest(str(source), budgets=budgets, **options)
+    methods = tuple(one for one in METHODS if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL)
+    request = ExportRequest(str(checkpoint(name)), budgets, methods)
     export_bundle(request, tmp_path / "bundle")
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
