@@ -14,7 +14,8 @@ from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, Unu
 from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.policies import state_prompt
-from sinkprune.runtime.steps.pictures import PictureLike, ordered
+from sinkprune.runtime.steps.channel_order import ordered
+from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
 Cameras = Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
