@@ -80,7 +80,9 @@ class SquareProcessor:
         if 0 in image.size:
             raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")
         if settings["do_pad"]:
-            image = self._padded(image)
+            from sinkprune.runtime.families.fit import padded
+
+            image = padded(image, self._padded_side(image.size), self._background())
         if settings["do_resize"]:
             image = image.resize(self._resized_size(image.size), Image.Resampling(settings["resample"]))
         pixels = np.asarray(image)
@@ -102,18 +104,10 @@ class SquareProcessor:
         return self._axes(size) == [(length, 0, length, length, 0, length) for length in size]
 
     def fitted(self, fit: Fit, side: int) -> SquareProcessor:
-        """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`.
+        """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`."""
+        from sinkprune.runtime.families.fit import fitted_settings
 
-        `crop` keeps the checkpoint's own shortest edge and crop, if it has them. LLaVA's authors trained with `pad`
-        (`expand2square` in `llava/mm_utils.py`).
-        """
-        square, settings = {"height": side, "width": side}, {**self._settings, "do_pad": fit == "pad"}
-        if fit != "crop":
-            settings |= {"do_resize": True, "size": square, "do_center_crop": False}
-        elif not (settings["do_center_crop"] and "shortest_edge" in settings["size"]):
-            settings |= {"do_resize": True, "size": {"shortest_edge": side}}
-            settings |= {"do_center_crop": True, "crop_size": square}
-        return SquareProcessor(settings)
+        return SquareProcessor(fitted_settings(self._settings, fit, side))
 
     def source_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels.
@@ -133,20 +127,19 @@ class SquareProcessor:
         Raises `ImageError` if the image is too long.
         """
         settings = self._settings
-        padded = (_padded_side(size),) * 2 if settings["do_pad"] else size
-        taken = resized = self._resized_size(padded) if settings["do_resize"] else padded
+        whole = (self._padded_side(size),) * 2 if settings["do_pad"] else size
+        taken = resized = self._resized_size(whole) if settings["do_resize"] else whole
         if settings["do_center_crop"]:
             taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
         return [
-            (length, (whole - length) // 2, whole, new, (new - count) // 2, count)
-            for length, whole, new, count in zip(size, padded, resized, taken, strict=True)
+            (length, (padded - length) // 2, padded, new, (new - count) // 2, count)
+            for length, padded, new, count in zip(size, whole, resized, taken, strict=True)
         ]
 
-    def _padded(self, image: Image.Image) -> Image.Image:
-        side = _padded_side(image.size)
-        square = Image.new("RGB", (side, side), self._background())
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
+    def _padded_side(self, size: PixelSize) -> int:
+        from sinkprune.runtime.families.fit import padded_side
+
+        return padded_side(size, _MAX_RESIZED_PIXELS)
 
     def _background(self) -> tuple[int, int, int]:
         red, green, blue = (int(value * 255) for value in self._settings["image_mean"])
@@ -172,17 +165,6 @@ class SquareProcessor:
         pixels = np.pad(pixels, [(-(-count // 2), count // 2) for count in missing])
         top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
         return pixels[top : top + height, left : left + width]
-
-
-def _padded_side(size: PixelSize) -> int:
-    """Return the side of the square that an image of `size` is padded to; raises `ImageError`."""
-    side = max(size)
-    if side**2 > _MAX_RESIZED_PIXELS:
-        raise ImageError(
-            f"the image has {size[0]}x{size[1]} pixels; padded to a square as the model wants it, it would have "
-            f"{side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
-        )
-    return side
 
 
 class SquarePictures(Family):

@@ -169,31 +169,20 @@ def _read_file(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Foun
             raise ImageError(f"'{path}': {error}") from error
 
 
-class ImageBytes:
-    """The bytes of an image file that is decoded later. Its header is read at once."""
+def read_image_bytes(data: bytes, cancelled: Event | None = None) -> Image.Image:
+    """Return the RGB image in the bytes of a file, as `read_image` does.
 
-    name: str
-    """Where the bytes are from. Messages of later errors begin with it."""
-    pixels: int
-    """The number of pixels, by the header. Those of a WebP file count twice, because they take twice the memory."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
-        self._data, self.name, self.pixels = data, name, _read(io.BytesIO(data), _pixels)
-        self._cancelled = Event()
-
-    def decoded(self) -> Image.Image:
-        """Return the RGB image, as `read_image` does; raises `ImageError`, also soon after `cancel`."""
-        return _read(io.BytesIO(self._data), _decoded, self._cancelled)
-
-    def cancel(self) -> None:
-        """End `decoded`, because nobody needs the image; any thread may call this."""
-        self._cancelled.set()
+    Raises `ImageError`, also soon after `cancelled` is set.
+    """
+    return _read(io.BytesIO(data), _decoded, cancelled)
 
 
-def read_image_bytes(data: bytes) -> Image.Image:
-    """Return the RGB image in the bytes of a file, as `read_image` does; raises `ImageError`."""
-    return _read(io.BytesIO(data), _decoded)
+def count_pixels(data: bytes) -> int:
+    """Return how many pixels the header in the bytes of a file has; raises `ImageError`, as `read_image` does.
+
+    Those of a WebP file count twice, because they take twice the memory.
+    """
+    return _read(io.BytesIO(data), _pixels)
 
 
 def _read(file: BinaryIO, read: Callable[[MeteredFile], _Found], cancelled: Event | None = None) -> _Found:

@@ -22,7 +22,7 @@ from PIL import Image
 from sinkprune.contract.checks import check_path, checks_options, escaped, install_command, needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.media.clip import check_indices, collected
-from sinkprune.runtime.media.frame import UnopenedVideo
+from sinkprune.runtime.media.frame import UnopenedPicture
 from sinkprune.runtime.media.images import open_media
 
 # Packets of these containers have the time of their frame, and headers list the keyframes.
@@ -313,7 +313,7 @@ def note_slow(path: Path, video: VideoFile) -> None:
         )
 
 
-class VideoBytes(UnopenedVideo):
+class VideoBytes(UnopenedPicture):
     """The bytes of a video file. They are in a temporary file while frames are read."""
 
     def __init__(self, data: bytes, name: str) -> None:

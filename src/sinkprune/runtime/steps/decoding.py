@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -204,18 +204,6 @@ def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
         cache.next_positions[segment] += count
         hidden = outputs["hidden_out"]
     return hidden
-
-
-def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
-    """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
-    if chain.resumes:
-        whole = run_rows(chain, cache, rows)
-        results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
-    else:
-        results = (run_rows(chain, cache, row[None]) for row in rows)
-    for hidden in results:
-        logits: Array = chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0]
-        yield logits
 
 
 def kv_bytes(chain: Chain, lengths: Sequence[int]) -> int:

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from PIL import Image
+
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, UnopenedPicture, Video
+from sinkprune.runtime.media.images import read_image, to_rgb
 
-PictureLike = Picture | Array | str | os.PathLike[str] | Video | ImageBytes | UnopenedVideo
+PictureLike = Picture | Array | str | os.PathLike[str] | Video | UnopenedPicture
 """A Pillow image, a uint8 [height,width,3] array or a `Frame`, an image file or its bytes, frames in a list, a video
 file or its bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
 
@@ -44,17 +46,15 @@ def layout_of(picture: Picture, source: PictureLike, family: Family) -> VisualLa
         return family.layout(picture)
 
 
-def _picture(source: Picture | Array | Video | ImageBytes | UnopenedVideo, family: Family) -> Picture:
+def _picture(source: Picture | Array | Video | UnopenedPicture, family: Family) -> Picture:
     match source:
         case SampledFrames() | Frame():
             return source
         case Video():
             return family.sample_frames(source)
-        case UnopenedVideo():
-            with source.opened() as video:
-                return family.sample_frames(video)
-        case ImageBytes():
-            return source.decoded()
+        case UnopenedPicture():
+            with source.opened() as media:
+                return media if isinstance(media, Image.Image) else family.sample_frames(media)
         case _:
             return to_rgb(source)
 
@@ -67,6 +67,6 @@ def named_in_errors(source: PictureLike) -> Iterator[None]:
     except ImageError as error:
         if isinstance(source, (str, os.PathLike)):
             raise ImageError(f"'{source}': {error}") from error
-        if isinstance(source, (ImageBytes, UnopenedVideo)):
+        if isinstance(source, UnopenedPicture):
             raise ImageError(f"{source.name}: {error}") from error
         raise

@@ -25,8 +25,7 @@ from sinkprune.contract.checks import (
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video, is_tensor
-from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedPicture, Video, is_tensor
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Sampler
 from sinkprune.runtime.text.prompt import Text, Turn, check_text
@@ -266,7 +265,7 @@ def check_request_options(given: Iterable[str], *others: str) -> None:
 
 def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
-    known = (str, os.PathLike, Image.Image, np.ndarray, Frame, Video, ImageBytes, UnopenedVideo, SampledFrames)
+    known = (str, os.PathLike, Image.Image, np.ndarray, Frame, Video, UnopenedPicture, SampledFrames)
     if not isinstance(picture, known):
         raise ImageError(
             f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "
