@@ -23,6 +23,7 @@ from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
+    from sinkprune.runtime.families.bars import Bars
     from sinkprune.runtime.frames import FrameForm, FramePlan, PillowPlan
 
 PixelSize = tuple[int, int]
@@ -180,8 +181,8 @@ class SquarePictures(Family):
     _masked = False
     """Whether what is outside the resized picture is 0 after pixels are normalised."""
     _merges: Mapping[int, int] = MappingProxyType({})
-    _barless = False
-    """Whether tokens on the bars of a padded picture are left out."""
+    _bars: Bars | None = None
+    """Leaves out the tokens on the bars of a padded picture."""
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
@@ -203,18 +204,7 @@ class SquarePictures(Family):
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
         layout = self._layout(self._checked(picture).size)
-        if not self._barless:
-            return layout
-        left = _off_bars(layout)
-        return replace(
-            layout,
-            tokens=len(left),
-            unpruned_rows=np.arange(len(left)),
-            boxes=layout.boxes[left],
-            views=(range(len(left)),),
-            places=None if layout.places is None else layout.places[:, left],
-            tower_flops=self._flops_of(len(left)),
-        )
+        return layout if self._bars is None else self._bars.left_out(layout, self._flops_of)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
@@ -223,7 +213,7 @@ class SquarePictures(Family):
 
     def tables(self, picture: Picture) -> dict[str, Array]:
         """Return `places` [1,N]: the patches off the bars, for the tower that leaves out the others."""
-        return {"places": _off_bars(self._layout(self._checked(picture).size))[None]} if self._barless else {}
+        return {} if self._bars is None else self._bars.tables(self._layout(self._checked(picture).size))
 
     def frame_form(self) -> FrameForm | None:
         return self._square_form(views=1)
@@ -253,7 +243,9 @@ class SquarePictures(Family):
         """Return a copy for the tower that merges tokens, or for the one that leaves out bars."""
         other = copy(self)
         if graph == BARLESS_TOWER:
-            other._barless = True
+            from sinkprune.runtime.families.bars import Bars
+
+            other._bars = Bars()
         else:
             other._merges = merges_of(self._tower)
         return other
@@ -333,9 +325,3 @@ class Llava(SquarePictures):
         layout = self._one_group(size, (left, top, left + share * (right - left), top + share * (bottom - top)))
         seen = (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)
         return replace(layout, seen_share=seen)
-
-
-def _off_bars(layout: VisualLayout) -> Array:
-    """Return [N] int64: the tokens whose area has something of the picture."""
-    first, last = layout.boxes[:, :2], layout.boxes[:, 2:]
-    return np.flatnonzero(((last > 0) & (first < layout.size)).all(axis=1))
