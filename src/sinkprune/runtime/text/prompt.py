@@ -111,12 +111,8 @@ def _raise_exception(message: Any) -> NoReturn:
     raise TemplateError(str(message))
 
 
-_MOST_CHARACTERS = 32
-"""The most characters of a text for each token of the context. Text of people has 2 to 5, tables with spaces more."""
 _FEW_CHARACTERS = 1 << 16
 """The most characters of a text that is tokenized without being counted before."""
-_PIECE, _CUT_TOKENS = 1 << 14, 64
-"""The characters of a text that are counted at a time, and the tokens that may be due to the cuts of a piece."""
 Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 Text = str | tuple[str, ...]
@@ -289,23 +285,10 @@ class PromptEncoder:
         and gigabytes for a text of 60 MB.
         """
         texts = [part for text in given for part in text_parts(text)]
-        characters = sum(map(len, texts))
-        if characters <= _FEW_CHARACTERS:
-            return
-        if characters > _MOST_CHARACTERS * most:
-            raise PromptError(
-                f"the prompt has {characters} characters, expected at most {_MOST_CHARACTERS} for each of the "
-                f"model's {most} positions. Shorten it."
-            )
-        tokens = 0
-        for text in texts:
-            for start in range(0, len(text), _PIECE):
-                # A word that a piece begins or ends in may have more tokens than it has as a whole.
-                tokens += max(0, len(self._encoded(text[start : start + _PIECE])) - _CUT_TOKENS)
-                if tokens > most:
-                    raise PromptError(
-                        f"the prompt is too long: its text has more than the model's {most} positions. Shorten it."
-                    )
+        if sum(map(len, texts)) > _FEW_CHARACTERS:
+            from sinkprune.runtime.text.long_texts import check_long_texts
+
+            check_long_texts(texts, most, self._encoded)
 
     def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
