@@ -43,7 +43,7 @@ def messages(*parts: Any) -> list[dict[str, Any]]:
 
 
 def test_pictures_are_counted_before_any_is_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_read_bytes", lambda *given: pytest.fail("it was read"))
+    monkeypatch.setattr(images, "_read", lambda *given: pytest.fail("it was read"))
     found = post(address, messages=messages(*[PICTURE] * 4, TEXT))
     assert found.status_code == 400 and "4 images, expected at most 3" in found.text
 

@@ -124,7 +124,9 @@ def test_bad_questions_are_refused_before_anything_is_loaded(
     # Also on a terminal, names move no cursor.
     text = tmp_path / "\x1b]0;owned\x07\nphoto.jpg"
     text.write_text("no image at all")
-    assert_refused(run(command, good, "--image", text, *ASK), r"\x1b]0;owned\x07\nphoto.jpg' is not an image")
+    assert_refused(
+        run(command, good, "--image", text, *ASK), r"\x1b]0;owned\x07\nphoto.jpg': the image has no known format"
+    )
     assert_refused(run(command, good, "--image", tmp_path / "no.jpg", *ASK), "no.jpg", "no such file")
     url = "https://example.com/a.jpg"
     assert_refused(run(command, good, "--image", url, *ASK), f"'{url}' is a URL; download it first")
