@@ -31,7 +31,7 @@ from figure_tables import Figures
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
-from sinkprune.runtime.system import instructions
+from sinkprune.runtime.processor import instructions
 
 ROOT = Path(__file__).parent.parent
 WORK = Path("build/figures")

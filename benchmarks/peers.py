@@ -35,8 +35,8 @@ from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.memory import available_bytes
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.runtime.processor import processor_name
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.system import processor_name
 
 # 626 rows with LLaVA's template; no word starts like one of the tokenizer's artificial words.
 PROMPT = "What is there on the old chair?"

@@ -72,8 +72,8 @@ def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
 
 
 _INNER = """
-Backend Bundle BuiltEngines Counts Curve Drawable EncodedPicture Engine Frame Histogram ImageBytes PolicyFacts Prefill
-PromptRows RecentRatios SampledFrames Sampler TowerInput UnopenedVideo Video
+Backend Bundle BuiltEngines Counts Curve Drawable EncodedPicture Engine Frame Histogram PolicyFacts Prefill
+PromptRows RecentRatios SampledFrames Sampler TowerInput UnopenedPicture Video
 """
 """Types of single steps and of parts of a bundle, which a program gets from a call and passes on."""
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from peer_engines.rounds import Measured, Plan, Row
 from sinkprune.contract.command_line.table_console import make_table, median_text, spread_text
+from sinkprune.runtime.processor import processor_name
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
-from sinkprune.runtime.system import processor_name
 
 # Okabe-Ito, which colour-blind readers can distinguish.
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}

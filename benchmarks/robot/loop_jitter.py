@@ -25,7 +25,7 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import write_json
 from sinkprune.demo.robot_table import RobotTable
 from sinkprune.policies.loop import LoopReport
-from sinkprune.runtime.system import processor_name
+from sinkprune.runtime.processor import processor_name
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ACTIONS = 50

@@ -30,9 +30,9 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import write_json, write_output
 from sinkprune.demo.robot_table import RobotTable
 from sinkprune.policies.loop import ActionPlan
-from sinkprune.runtime.commands.options import beside_earlier
+from sinkprune.runtime.commands.interrupted import beside_earlier
 from sinkprune.runtime.commands.reports import progress_bar
-from sinkprune.runtime.system import processor_name
+from sinkprune.runtime.processor import processor_name
 
 RATE_HZ = 10
 WAIT = "wait"

@@ -28,9 +28,9 @@ from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import write_json
 from sinkprune.demo.robot_table import CANVAS, RADIUS, SIDE, RobotTable
-from sinkprune.runtime.commands.options import beside_earlier
+from sinkprune.runtime.commands.interrupted import beside_earlier
 from sinkprune.runtime.commands.reports import progress_bar
-from sinkprune.runtime.system import processor_name
+from sinkprune.runtime.processor import processor_name
 
 FIRST = "sinkpruner"
 """The method that the others are compared with, at the same budget."""

@@ -31,7 +31,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.questions import Question
 from sinkprune.demo.questions import questions_about
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.commands.options import beside_earlier
+from sinkprune.runtime.commands.interrupted import beside_earlier
 
 BUDGETS = "retain-192,retain-128,retain-64,retain-32"
 

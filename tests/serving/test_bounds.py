@@ -24,7 +24,7 @@ from tests.serving.test_server import AS_JSON, post, served, until
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.media import images
-from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.image_bytes import ImageBytes
 from sinkprune.runtime.steps.request import Request
 from sinkprune.serving import app, connections
 from sinkprune.serving.chat_request import ChatReader, ChatRequest

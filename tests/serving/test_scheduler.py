@@ -15,7 +15,7 @@ from tests.serving.test_server import until
 from sinkprune import Request, Stream
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.hooks import NOBODY, Observer
-from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.image_bytes import ImageBytes
 from sinkprune.runtime.pipeline import Answering
 from sinkprune.runtime.stream import StreamState
 from sinkprune.serving.body_fields import ApiError

@@ -16,8 +16,9 @@ from tests.serving.test_chat_request import data_uri
 from tests.serving.test_server import QUESTION, asked, served
 
 from sinkprune import Pipeline
-from sinkprune.runtime.text.answer_tokens import Sampler
-from sinkprune.runtime.text.prompt import BEGIN, Turn, call_text
+from sinkprune.runtime.text.answer_tokens import BEGIN, Sampler
+from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.template_places import call_text
 from sinkprune.runtime.text.tools import ToolCall, Tools
 
 BUDGET = "prune-66.7"

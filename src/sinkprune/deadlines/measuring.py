@@ -39,10 +39,11 @@ from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
-from sinkprune.runtime.steps.decoding import KVCache, decode_one_token, logits_of_rows
+from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.steps.scored_rows import logits_of_rows
 
 MEASURING_COSTS = "measuring what budgets cost on this machine"
 """The work of a warm-up, as progress names it."""

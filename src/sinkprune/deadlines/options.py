@@ -19,9 +19,8 @@ from sinkprune.deadlines.policy import schedules_up_to
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.known import usual_backend
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.commands.run import measured_ms
 from sinkprune.runtime.loading import engines_of
-from sinkprune.runtime.steps.answer import DeadlineOutcome, DeadlineReport
+from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome, DeadlineReport
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
 
@@ -126,6 +125,23 @@ def doubtful_costs(costs: MeasuredCosts, option: str = " with --warm-up") -> str
         return ""
     hint = costs.place.thread_hint if costs.load_doubt else ""
     return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"
+
+
+def measured_ms(deadline: DeadlineOutcome) -> str:
+    """Return the measured milliseconds, whole ones unless a late answer would look in time."""
+    measured = deadline.measured_ms
+    rounded = (f"{measured:.{digits}f}" for digits in range(6))
+    return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
+
+
+def in_time_line(answer: Answer, deadline: DeadlineReport) -> str:
+    """Return a line about an answer's deadline."""
+    unit = "passes over the list" if answer.choices else "tokens"
+    tokens = f"{deadline.expected_tokens} {unit}" if deadline.expected_tokens > 1 else "the first token"
+    return (
+        f"deadline {deadline.deadline_ms:g} ms: answered in {measured_ms(deadline)} ms, with reading the picture, "
+        f"expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}\n"
+    )
 
 
 def late_line(deadline: DeadlineReport) -> str:

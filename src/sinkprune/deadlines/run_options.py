@@ -91,6 +91,13 @@ class DeadlineOptions(RunExtension):
         # A deadline counts the reading of the pictures, so they are read anew.
         return replace(request, pictures=tuple(sources))
 
+    def lines(self, answer: Answer) -> str:
+        if answer.deadline is None:
+            return ""
+        from sinkprune.deadlines.options import in_time_line
+
+        return in_time_line(answer, answer.deadline)
+
     def answered(self, pipeline: Pipeline, answer: Answer) -> None:
         if answer.deadline is None:
             return

@@ -20,7 +20,8 @@ from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.memory import available_bytes
 from sinkprune.jetson.boards import Boards
 from sinkprune.runtime.power.sensors import GPU_FOLDERS
-from sinkprune.runtime.system import instructions, processor_name, usable_cores
+from sinkprune.runtime.processor import instructions, processor_name
+from sinkprune.runtime.system import usable_cores
 
 _MOST_BYTES = 32 << 20
 """A limit above the largest file, dpkg's list of packages."""

@@ -30,12 +30,12 @@ from sinkprune.policies.observation import SEED, STEPS
 from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations
 from sinkprune.policies.policy import Policy
 from sinkprune.policies.report import ActionDeadline, ActionReport
+from sinkprune.runtime.commands.interrupted import beside_earlier
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
     Options,
     add_costs,
     add_method,
-    beside_earlier,
     check_memory,
     engine_parser,
     explain_interrupt,

@@ -15,7 +15,8 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.policy_facts import CAMERA_PREFIX, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.policies import state_prompt
-from sinkprune.runtime.steps.pictures import PictureLike, ordered
+from sinkprune.runtime.steps.channel_order import ordered
+from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
 Cameras = Sequence[PictureLike | None] | Mapping[str, PictureLike | None]

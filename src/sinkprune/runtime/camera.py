@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.contract.checks import check_callable, checks_options, format_value
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.pictures import check_order, in_rgb
+from sinkprune.runtime.steps.channel_order import check_order, in_rgb
 
 Read = Callable[[], Array | tuple[bool, Array | None] | None]
 """Waits for the next frame and returns a uint8 [height,width,3] array, alone or after a flag; None at the end."""

@@ -19,8 +19,8 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.policy_facts import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video, as_image
-from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedPicture, Video, as_image
+from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.steps.decoding import Kept
 from sinkprune.runtime.steps.pictures import PictureLike
 
@@ -307,11 +307,9 @@ def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
     """Return what the views of `layout` are drawn on: frames of a clip, or an image once for each view."""
     if isinstance(picture, SampledFrames):
         return picture.frames
-    if isinstance(picture, ImageBytes):
-        return _shown(picture.decoded(), layout)
-    if isinstance(picture, UnopenedVideo):
-        with picture.opened() as video:
-            return _shown(video, layout)
+    if isinstance(picture, UnopenedPicture):
+        with picture.opened() as media:
+            return _shown(media, layout)
     if isinstance(picture, Video):
         seen = layout.frame_indices
         if not seen or picture.count <= seen[-1]:

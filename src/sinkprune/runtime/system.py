@@ -1,10 +1,9 @@
-"""The machine that runs a model: processor, cores and heap."""
+"""The machine that runs a model: cores and heap."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from math import ceil
 from pathlib import Path
 
@@ -44,29 +43,3 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-_CPUINFO = Path("/proc/cpuinfo")
-_CHOOSING = {"fma", "f16c", "sme", "sme2", "i8mm", "bf16", "asimddp", "asimdhp", "fphp"}
-"""With those of `_FAMILIES`, the instructions by which engine libraries choose their code and layouts."""
-_FAMILIES = ("avx", "amx", "sve")
-
-
-def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the processor's name."""
-    return _field("model name", cpuinfo) or platform.processor() or platform.machine()
-
-
-def instructions(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the instruction sets that matter to engine libraries, separated by blanks; empty where unknown."""
-    names = (_field("flags", cpuinfo) or _field("Features", cpuinfo) or "").split()
-    return " ".join(sorted(name for name in names if name in _CHOOSING or name.startswith(_FAMILIES)))
-
-
-def _field(field: str, cpuinfo: Path) -> str | None:
-    """Return a field of the first processor in `cpuinfo`; None where it is missing."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)

@@ -15,7 +15,7 @@ from sinkprune.contract.checks import RealNumber, WholeNumber, format_value, unk
 from sinkprune.contract.errors import SinkpruneError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.image_bytes import ImageBytes
 from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.context_length import check_picture_count

@@ -10,8 +10,9 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.hooks import Draft, Tokens, Written, ms_since
-from sinkprune.runtime.steps.decoding import KVCache, logits_of_rows
+from sinkprune.runtime.steps.decoding import KVCache
 from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.steps.scored_rows import logits_of_rows
 from sinkprune.runtime.text.answer_tokens import Sampler, check_finite
 from sinkprune.runtime.text.prompt import PromptEncoder
 

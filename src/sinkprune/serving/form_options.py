@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.commands.run import RunExtension
+from sinkprune.runtime.commands.run import CUT_OFF, RunExtension
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.answer import Answer
 
 
 def add_form_options(parser: CommandParser) -> None:
@@ -54,3 +57,12 @@ class FormOptions(RunExtension):
 
     def fields(self) -> dict[str, Any]:
         return self._form
+
+    def lines(self, answer: Answer) -> str:
+        return "".join(f"{share:.3f} {text}\n" for text, share in answer.choices.items())
+
+    def answered(self, pipeline: Pipeline, answer: Answer) -> None:
+        if self._form and answer.finish in CUT_OFF:
+            from sinkprune.serving.forms import cut_off_line
+
+            sys.stderr.write(cut_off_line(answer))

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.hooks import Tokens
+from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
-from sinkprune.runtime.text.prompt import CALL_MARKS, PromptEncoder
+from sinkprune.runtime.text.answer_tokens import CALL_MARKS
+from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import Tools
 
 
@@ -125,3 +128,16 @@ class Grammars:
                         "regex and tools, or give a closed list of answers as choice."
                     ) from error
             return self._made
+
+
+def cut_off_line(answer: Answer) -> str:
+    """Return a warning for an answer with a form or from a closed list that was cut off."""
+    if answer.choices:
+        return (
+            "warning: the time ended before all answers were scored. So only the first token of each was compared, "
+            "and the confidence is that of first tokens. Give a larger --deadline-ms.\n"
+        )
+    return (
+        f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
+        "form. Give a larger --max-new-tokens or --deadline-ms.\n"
+    )

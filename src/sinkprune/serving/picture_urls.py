@@ -19,7 +19,7 @@ from anyio import fail_after, to_thread
 from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.image_bytes import ImageBytes
 from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.serving.body_fields import format_json, wrong
 from sinkprune.serving.connections import Parser

@@ -18,8 +18,8 @@ from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.picture_warnings import notes_on, unseen_notes
 from sinkprune.runtime.overlay import token_map
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.text.answer_tokens import StopStrings, TokenBytes
-from sinkprune.runtime.text.prompt import ARGUMENTS_BEFORE, BEGIN, CALL_AFTER, NAME_BEFORE
+from sinkprune.runtime.text.answer_tokens import BEGIN, StopStrings, TokenBytes
+from sinkprune.runtime.text.template_places import ARGUMENTS_BEFORE, CALL_AFTER, NAME_BEFORE
 
 
 class AnswerPart(NamedTuple):

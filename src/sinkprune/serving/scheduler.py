@@ -12,7 +12,8 @@ from threading import Condition, Thread
 
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.media.images import MOST_PIXELS, ImageBytes
+from sinkprune.runtime.media.image_bytes import ImageBytes
+from sinkprune.runtime.media.images import MOST_PIXELS
 from sinkprune.runtime.pipeline import Answering
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike

@@ -16,21 +16,24 @@ from os import urandom
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.checks import WholeNumber, check_type, checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import NOBODY, Observer, Restored, Rows
 from sinkprune.runtime.loading import StaysInProcess
 from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames
-from sinkprune.runtime.media.images import strips
+from sinkprune.runtime.media.stored_pixels import strips
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
-from sinkprune.runtime.steps.decoding import PromptRun, StoredRows, kv_bytes
+from sinkprune.runtime.steps.decoding import PromptRun, kv_bytes
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
@@ -64,6 +67,31 @@ def _digest_of(parts: Iterable[bytes]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+class SessionSegment(NamedTuple):
+    """The first rows of a prompt in one decoder segment, as `StoredRows` describes them."""
+
+    rows: int
+    """How many rows of what is stored belong to the prompt."""
+    saved: Any
+    """The keys and values, as `Decoder.save` returned them."""
+    scored: Mapping[str, Array]
+    """The segment's `SCORED` outputs, on the host; empty where no select follows."""
+
+    def joined(self, backend: Backend, outputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Return the `SCORED` outputs of all `rows` of the prompt; `outputs` are those of later rows, or empty."""
+        stored = {name: backend.tensor(array[..., : self.rows, :]) for name, array in self.scored.items()}
+        if not outputs:
+            return stored
+        joined, first, later = {}, np.arange(self.rows), np.arange(rows - self.rows)
+        for name, array in self.scored.items():
+            # On the device, where nothing waits: the stored rows of each head, then its later ones.
+            *heads, _, width = array.shape
+            head = np.arange(prod(heads))[:, None]
+            order = np.hstack([head * len(first) + first, head.size * len(first) + head * len(later) + later])
+            joined[name] = backend.join([stored[name], outputs[name]], order.ravel(), (*heads, rows, width))
+        return joined
 
 
 class PrefixKey(NamedTuple):
@@ -231,7 +259,7 @@ class SessionRows(Rows):
             return Restored(None, stored)
         rows, last = prefix.length + prefix.same(texts[-1]), len(prefix.saved) - 1
         stored[: last + 1] = [
-            StoredRows(rows, saved, prefix.scored if number == last else {})
+            SessionSegment(rows, saved, prefix.scored if number == last else {})
             for number, saved in enumerate(prefix.saved)
         ]
         return Restored(prefix.encoded, stored)
@@ -263,7 +291,7 @@ class SessionRows(Rows):
             segment: {name: chain.backend.numpy(tensor)[..., :rows, :].copy() for name, tensor in read.items()}
             for segment, read in result.scored.items()
         }
-        stored = tuple(StoredRows(rows, own, scored.get(segment, {})) for segment, own in enumerate(saved))
+        stored = tuple(SessionSegment(rows, own, scored.get(segment, {})) for segment, own in enumerate(saved))
         nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
         self._cache.put(self._lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)
 

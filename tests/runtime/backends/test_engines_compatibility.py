@@ -22,7 +22,7 @@ from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
-from sinkprune.runtime.system import instructions
+from sinkprune.runtime.processor import instructions
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.stand_ins.fake_device import FakeDevice

@@ -14,7 +14,8 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media import images
-from sinkprune.runtime.media.images import ImageBytes, MeteredFile, read_image
+from sinkprune.runtime.media.image_bytes import ImageBytes
+from sinkprune.runtime.media.images import MeteredFile, read_image
 from sinkprune.runtime.media.tiff import MOST_TILES
 
 # Seconds that the tests allow, in the place of ten.

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune import Clip, Pipeline
-from sinkprune.runtime.text.answer_tokens import Penalties
+from sinkprune.runtime.text.penalties import Penalties
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs
@@ -42,7 +42,7 @@ def penalised(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
             found.append({*prompt})
             super().__init__(repetition, presence, frequency, found[-1])
 
-    monkeypatch.setattr("sinkprune.runtime.steps.request.Penalties", Recorded)
+    monkeypatch.setattr("sinkprune.runtime.text.penalties.Penalties", Recorded)
     return found
 
 

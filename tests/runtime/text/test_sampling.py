@@ -14,7 +14,8 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import NumericsError
-from sinkprune.runtime.text.answer_tokens import Penalties, Sampler, StopStrings
+from sinkprune.runtime.text.answer_tokens import Sampler, StopStrings
+from sinkprune.runtime.text.penalties import Penalties
 
 QUESTION = "What is on the table?"
 LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)

@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 
 from sinkprune import Pipeline, PromptError, UsageError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.text.answer_tokens import Sampler
-from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, Turn, call_text
+from sinkprune.runtime.text.answer_tokens import BEGIN, CALL_MARKS, Sampler
+from sinkprune.runtime.text.prompt import PromptEncoder, Turn
+from sinkprune.runtime.text.template_places import call_text
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.forms import Grammars
 from sinkprune.serving.responses import AnswerPart, ToolAnswerReader

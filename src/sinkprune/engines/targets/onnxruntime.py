@@ -24,7 +24,8 @@ from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
 from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO, import_openvino
-from sinkprune.runtime.system import instructions, trim_heap, usable_cores
+from sinkprune.runtime.processor import instructions
+from sinkprune.runtime.system import trim_heap, usable_cores
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.

@@ -17,7 +17,6 @@ from sinkprune.contract.registry import load_object
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.device.stopwatch import Clock
-from sinkprune.runtime.system import processor_name
 
 if TYPE_CHECKING:
     from sinkprune.contract.engines_manifest import Range
@@ -117,6 +116,8 @@ class Backend(Clock, Protocol):
     @property
     def machine(self) -> str:
         """What computes, in words for reports: the GPU, where the library names one, and the processor."""
+        from sinkprune.runtime.processor import processor_name
+
         gpu = self.versions.get("gpu")
         return f"{gpu}, {processor_name()}" if gpu else processor_name()
 

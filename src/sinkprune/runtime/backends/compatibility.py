@@ -21,7 +21,7 @@ from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.system import instructions
+from sinkprune.runtime.processor import instructions
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ import threading
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.options import CommandParser, json_outputs
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BackendError, UsageError
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from sinkprune.runtime.media.video_file import VideoFile
 
 
-_LONG_VIDEO = 300
 _COSTS = (
     "costs of requests on this machine, from write_costs in Python (default: those that --warm-up of sinkprune-run "
     "kept)"
@@ -206,15 +203,11 @@ def picture_sources(options: Options) -> list[Path | VideoFile]:
     """
     if not options.video:
         return [*(options.image or ())]
-    from sinkprune.runtime.media.video_file import VideoFile
+    from sinkprune.runtime.media.video_file import VideoFile, note_slow
 
     videos = [VideoFile(path) for path in options.video]
     for path, video in zip(options.video, videos, strict=True):
-        if not video.can_seek and video.count >= _LONG_VIDEO:
-            sys.stderr.write(
-                f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
-                "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
-            )
+        note_slow(path, video)
     return [*(options.image or ()), *videos]
 
 
@@ -244,7 +237,6 @@ def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
     parser.group("budget").add_argument("--costs", type=Path, metavar="FILE.json", help=note)
 
 
-Given = TypeVar("Given")
 NO_COSTS = "no costs were kept: they need all rounds of the measurement."
 
 
@@ -277,28 +269,6 @@ def explain_interrupt(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
-
-
-def beside_earlier(options: Given, *names: str) -> tuple[Given, str]:
-    """Return a copy of `options` whose outputs `names` replace no file that is there, and a sentence about them.
-
-    The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`, and
-    `x.interrupted-2.json` next to both.
-    """
-    given: dict[str, Any] = {name: getattr(options, name) for name in names}
-    moved: dict[str, Path] = {
-        name: _free_name(path) for name, path in given.items() if path is not None and path.exists()
-    }
-    if not moved:
-        return options, ""
-    listed = ", ".join(f"'{escaped(str(path))}'" for path in moved.values())
-    return type(options)(**{**vars(options), **moved}), f" Earlier files stay; these results are in {listed}."
-
-
-def _free_name(path: Path) -> Path:
-    endings = chain([""], (f"-{number}" for number in count(2)))
-    names = (path.with_name(f"{path.stem}.interrupted{ending}{path.suffix}") for ending in endings)
-    return next(name for name in names if not name.exists())
 
 
 _TEMPLATE_TOKENS = 64

@@ -17,7 +17,8 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
-from sinkprune.runtime.commands.options import Options, beside_earlier
+from sinkprune.runtime.commands.interrupted import beside_earlier
+from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.commands.run import note_files, note_first, unseen
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.picture_warnings import PictureFacts

@@ -36,7 +36,6 @@ from sinkprune.runtime.commands.options import (
     add_method,
     add_most_tokens,
     add_system,
-    beside_earlier,
     check_memory,
     ended_by_interrupt,
     new_parser,
@@ -50,7 +49,7 @@ from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.media.images import PICTURE_SUFFIXES, FileFacts
 from sinkprune.runtime.media.picture_warnings import divided, first_of, picture_facts, unseen_notes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
+from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
@@ -130,57 +129,19 @@ _COLD = "cold: the first request of a process is slower; sinkprune-profile measu
 
 
 def result_lines(answer: Answer, backend: str, *, cold: bool) -> str:
-    """Return what stands below an answer's text: its times, whether they are `cold`, and closed lists' shares."""
-    choices = [readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
-    return f"\n{_timings(answer, backend)}\n{_COLD if cold else ''}" + "".join(choices)
-
-
-def _timings(answer: Answer, backend: str) -> str:
+    """Return the times of an answer, as they stand below its text, and whether they are `cold`."""
     per_token, ended = answer.ms["per_token"], ""
     if answer.finish in CUT_OFF:
         tokens = counted(1 if answer.choices else len(answer.token_ids), "token")
         ended = f"; cut off after {tokens} ({CUT_OFF[answer.finish]})"
     return (
-        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
+        f"\n[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
         + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
         + "), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all on {backend}; visual tokens {answer.visual_tokens} -> "
-        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}{_in_time(answer)}"
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}\n{_COLD if cold else ''}"
     )
-
-
-def _in_time(answer: Answer) -> str:
-    """Return a line about the answer's deadline, after a line break, and nothing without one."""
-    deadline = answer.deadline
-    if deadline is None:
-        return ""
-    unit = "passes over the list" if answer.choices else "tokens"
-    tokens = f"{deadline.expected_tokens} {unit}" if deadline.expected_tokens > 1 else "the first token"
-    return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {measured_ms(deadline)} ms, with reading the "
-        f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
-    )
-
-
-def cut_off_line(answer: Answer) -> str:
-    """Return a warning for an answer with a form or from a closed list that was cut off."""
-    if answer.choices:
-        return (
-            "warning: the time ended before all answers were scored. So only the first token of each was compared, "
-            "and the confidence is that of first tokens. Give a larger --deadline-ms.\n"
-        )
-    return (
-        f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
-        "form. Give a larger --max-new-tokens or --deadline-ms.\n"
-    )
-
-
-def measured_ms(deadline: DeadlineOutcome) -> str:
-    """Return the measured milliseconds, whole ones unless a late answer would look in time."""
-    measured = deadline.measured_ms
-    rounded = (f"{measured:.{digits}f}" for digits in range(6))
-    return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
 def stop_text(word: str) -> str:
@@ -251,6 +212,10 @@ class RunExtension:
         """Return a piece of the answer's text as the terminal shows it."""
         return piece
 
+    def lines(self, answer: Answer) -> str:
+        """Return what stands below the answer's times."""
+        return ""
+
     def answered(self, pipeline: Pipeline, answer: Answer) -> None:
         """Print and keep what comes after the answer."""
 
@@ -299,22 +264,24 @@ def main(arguments: Sequence[str] | None) -> None:
 
     earlier = ""
     if answer.finish == "cancelled":
+        from sinkprune.runtime.commands.interrupted import beside_earlier
+
         options, earlier = beside_earlier(options, "json", "overlay")
     cold = not any(extension.warms_up for extension in extensions)
     output.write(result_lines(answer, pipeline.backend.name, cold=cold))
+    for extension in extensions:
+        output.write(readable(extension.lines(answer)))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, request, answer.budget)
-    if any(request.texts[:-1]) and not pipeline.prompts.keeps_order:
+    if any(request.texts[:-1]) and not pipeline.prompts.places.keeps_order:
         unused.append(
             f"{IMAGE_PLACE} moved no image, because the model's chat template writes images before the text "
             "(docs/pictures.md)."
         )
-    cut_off = answer.finish in CUT_OFF and (request.follows_grammar or answer.choices)
     drawn = options.overlay if answer.budget != UNPRUNED else None
     write_each(
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused, cold=cold)),
-        lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
         *(partial(extension.answered, pipeline, answer) for extension in extensions),
         *([lambda: write_output(drawn, _overlay(answer, images, options.prompt, drawn))] if drawn else []),
         lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),

@@ -23,6 +23,7 @@ from sinkprune.runtime.families import Family, Fit
 from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, Video, as_image
 
 if TYPE_CHECKING:
+    from sinkprune.runtime.families.bars import Bars
     from sinkprune.runtime.frames import FrameForm, FramePlan, PillowPlan
 
 PixelSize = tuple[int, int]
@@ -80,7 +81,9 @@ class SquareProcessor:
         if 0 in image.size:
             raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")
         if settings["do_pad"]:
-            image = self._padded(image)
+            from sinkprune.runtime.families.fit import padded
+
+            image = padded(image, self._padded_side(image.size), self._background())
         if settings["do_resize"]:
             image = image.resize(self._resized_size(image.size), Image.Resampling(settings["resample"]))
         pixels = np.asarray(image)
@@ -102,18 +105,10 @@ class SquareProcessor:
         return self._axes(size) == [(length, 0, length, length, 0, length) for length in size]
 
     def fitted(self, fit: Fit, side: int) -> SquareProcessor:
-        """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`.
+        """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`."""
+        from sinkprune.runtime.families.fit import fitted_settings
 
-        `crop` keeps the checkpoint's own shortest edge and crop, if it has them. LLaVA's authors trained with `pad`
-        (`expand2square` in `llava/mm_utils.py`).
-        """
-        square, settings = {"height": side, "width": side}, {**self._settings, "do_pad": fit == "pad"}
-        if fit != "crop":
-            settings |= {"do_resize": True, "size": square, "do_center_crop": False}
-        elif not (settings["do_center_crop"] and "shortest_edge" in settings["size"]):
-            settings |= {"do_resize": True, "size": {"shortest_edge": side}}
-            settings |= {"do_center_crop": True, "crop_size": square}
-        return SquareProcessor(settings)
+        return SquareProcessor(fitted_settings(self._settings, fit, side))
 
     def source_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels.
@@ -133,20 +128,19 @@ class SquareProcessor:
         Raises `ImageError` if the image is too long.
         """
         settings = self._settings
-        padded = (_padded_side(size),) * 2 if settings["do_pad"] else size
-        taken = resized = self._resized_size(padded) if settings["do_resize"] else padded
+        whole = (self._padded_side(size),) * 2 if settings["do_pad"] else size
+        taken = resized = self._resized_size(whole) if settings["do_resize"] else whole
         if settings["do_center_crop"]:
             taken = settings["crop_size"]["width"], settings["crop_size"]["height"]
         return [
-            (length, (whole - length) // 2, whole, new, (new - count) // 2, count)
-            for length, whole, new, count in zip(size, padded, resized, taken, strict=True)
+            (length, (padded - length) // 2, padded, new, (new - count) // 2, count)
+            for length, padded, new, count in zip(size, whole, resized, taken, strict=True)
         ]
 
-    def _padded(self, image: Image.Image) -> Image.Image:
-        side = _padded_side(image.size)
-        square = Image.new("RGB", (side, side), self._background())
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
+    def _padded_side(self, size: PixelSize) -> int:
+        from sinkprune.runtime.families.fit import padded_side
+
+        return padded_side(size, _MAX_RESIZED_PIXELS)
 
     def _background(self) -> tuple[int, int, int]:
         red, green, blue = (int(value * 255) for value in self._settings["image_mean"])
@@ -174,17 +168,6 @@ class SquareProcessor:
         return pixels[top : top + height, left : left + width]
 
 
-def _padded_side(size: PixelSize) -> int:
-    """Return the side of the square that an image of `size` is padded to; raises `ImageError`."""
-    side = max(size)
-    if side**2 > _MAX_RESIZED_PIXELS:
-        raise ImageError(
-            f"the image has {size[0]}x{size[1]} pixels; padded to a square as the model wants it, it would have "
-            f"{side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
-        )
-    return side
-
-
 class SquarePictures(Family):
     """The part of an image side that depends on squares of one size alone."""
 
@@ -198,8 +181,8 @@ class SquarePictures(Family):
     _masked = False
     """Whether what is outside the resized picture is 0 after pixels are normalised."""
     _merges: Mapping[int, int] = MappingProxyType({})
-    _barless = False
-    """Whether tokens on the bars of a padded picture are left out."""
+    _bars: Bars | None = None
+    """Leaves out the tokens on the bars of a padded picture."""
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
@@ -221,18 +204,7 @@ class SquarePictures(Family):
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
         layout = self._layout(self._checked(picture).size)
-        if not self._barless:
-            return layout
-        left = _off_bars(layout)
-        return replace(
-            layout,
-            tokens=len(left),
-            unpruned_rows=np.arange(len(left)),
-            boxes=layout.boxes[left],
-            views=(range(len(left)),),
-            places=None if layout.places is None else layout.places[:, left],
-            tower_flops=self._flops_of(len(left)),
-        )
+        return layout if self._bars is None else self._bars.left_out(layout, self._flops_of)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
@@ -241,7 +213,7 @@ class SquarePictures(Family):
 
     def tables(self, picture: Picture) -> dict[str, Array]:
         """Return `places` [1,N]: the patches off the bars, for the tower that leaves out the others."""
-        return {"places": _off_bars(self._layout(self._checked(picture).size))[None]} if self._barless else {}
+        return {} if self._bars is None else self._bars.tables(self._layout(self._checked(picture).size))
 
     def frame_form(self) -> FrameForm | None:
         return self._square_form(views=1)
@@ -271,7 +243,9 @@ class SquarePictures(Family):
         """Return a copy for the tower that merges tokens, or for the one that leaves out bars."""
         other = copy(self)
         if graph == BARLESS_TOWER:
-            other._barless = True
+            from sinkprune.runtime.families.bars import Bars
+
+            other._bars = Bars()
         else:
             other._merges = merges_of(self._tower)
         return other
@@ -351,9 +325,3 @@ class Llava(SquarePictures):
         layout = self._one_group(size, (left, top, left + share * (right - left), top + share * (bottom - top)))
         seen = (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)
         return replace(layout, seen_share=seen)
-
-
-def _off_bars(layout: VisualLayout) -> Array:
-    """Return [N] int64: the tokens whose area has something of the picture."""
-    first, last = layout.boxes[:, :2], layout.boxes[:, 2:]
-    return np.flatnonzero(((last > 0) & (first < layout.size)).all(axis=1))

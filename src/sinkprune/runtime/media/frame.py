@@ -79,15 +79,18 @@ class Video(Protocol):
         """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
 
 
-class UnopenedVideo(ABC):
-    """A video that is opened when its frames are needed, such as the bytes of a file."""
+class UnopenedPicture(ABC):
+    """A picture that is opened when it is needed: the bytes of an image file or of a video file."""
 
     name: str
     """Where it is from. Messages of errors begin with it."""
 
     @abstractmethod
-    def opened(self) -> AbstractContextManager[Video]:
-        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
+    def opened(self) -> AbstractContextManager[Image.Image | Video]:
+        """Yield the RGB image or the video; raises `ImageError`.
+
+        For videos raises `VideoError`, also for what follows, and `OSError` without room for the file.
+        """
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -19,6 +19,9 @@ from sinkprune.contract.checks import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular, url_of
 from sinkprune.contract.precision import Array
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.media.stored_pixels import StoredPixels
 
 MOST_SECONDS = 10.0
 """The most processor time for decoding: five times that of the largest pictures on a processor of 2020."""
@@ -119,16 +122,9 @@ NEARLY_BLACK = 26
 # Pillow decodes JPEG files in blocks. Small blocks limit the work between two checks of the time.
 _JPEG_BLOCK = 1 << 12
 _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
-# Greyscale of 16 bits, by Pillow's mode. A 16-bit PGM, and before Pillow 10.3 a PNG, is of mode "I", as 32 bits are.
-_MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
-_FORMATS_OF_16_BITS = ("PPM", "PNG")
+# Of images that Pillow made, too
+_FORMATS_OF_8_BITS = ("JPEG", "MPO", None)
 _HAD_16_BITS = "sinkprune_had_16_bits"
-# Modes whose colours are multiplied with alpha, and those of the colours themselves
-_MULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
-# By Pillow's mode of decoding a PNG: the factor from stored values of grey to values of 8 bits
-_SPREAD = {"L;2": 85, "L;4": 17}
-# The most pixels of a strip
-_STRIP = 1 << 20
 _Found = TypeVar("_Found")
 
 
@@ -173,31 +169,20 @@ def _read_file(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Foun
             raise ImageError(f"'{path}': {error}") from error
 
 
-class ImageBytes:
-    """The bytes of an image file that is decoded later. Its header is read at once."""
+def read_image_bytes(data: bytes, cancelled: Event | None = None) -> Image.Image:
+    """Return the RGB image in the bytes of a file, as `read_image` does.
 
-    name: str
-    """Where the bytes are from. Messages of later errors begin with it."""
-    pixels: int
-    """The number of pixels, by the header. Those of a WebP file count twice, because they take twice the memory."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
-        self._data, self.name, self.pixels = data, name, _read(io.BytesIO(data), _pixels)
-        self._cancelled = Event()
-
-    def decoded(self) -> Image.Image:
-        """Return the RGB image, as `read_image` does; raises `ImageError`, also soon after `cancel`."""
-        return _read(io.BytesIO(self._data), _decoded, self._cancelled)
-
-    def cancel(self) -> None:
-        """End `decoded`, because nobody needs the image; any thread may call this."""
-        self._cancelled.set()
+    Raises `ImageError`, also soon after `cancelled` is set.
+    """
+    return _read(io.BytesIO(data), _decoded, cancelled)
 
 
-def read_image_bytes(data: bytes) -> Image.Image:
-    """Return the RGB image in the bytes of a file, as `read_image` does; raises `ImageError`."""
-    return _read(io.BytesIO(data), _decoded)
+def count_pixels(data: bytes) -> int:
+    """Return how many pixels the header in the bytes of a file has; raises `ImageError`, as `read_image` does.
+
+    Those of a WebP file count twice, because they take twice the memory.
+    """
+    return _read(io.BytesIO(data), _pixels)
 
 
 def _read(file: BinaryIO, read: Callable[[MeteredFile], _Found], cancelled: Event | None = None) -> _Found:
@@ -234,12 +219,10 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
             from sinkprune.runtime.media.tiff import check_samples
 
             check_samples(image)
-        wide, decoding = _has_wide_channels(image), _png_decoding(image)
-        turned = ImageOps.exif_transpose(image)
-        _correct_transparent(turned, decoding)
+        stored, turned = _stored(image), ImageOps.exif_transpose(image)
         plain = turned.mode == "RGB" and not turned.has_transparency_data
-        found = turned if plain else _opaque(_with_8_bits(turned, image))
-        return _with_facts(found, frames, wide)
+        found = turned if plain or stored is None else stored.to_rgb(turned)
+        return _with_facts(found, frames, stored)
 
 
 def check_array(array: Array) -> None:
@@ -288,14 +271,22 @@ def _decoded(file: MeteredFile) -> Image.Image:
     with _opened(file) as image:
         if image.format == "JPEG":
             image.decodermaxblock = _JPEG_BLOCK
-        wide, decoding = _has_wide_channels(image), _png_decoding(image)
+        stored = _stored(image)
         image.load()
-        _correct_transparent(image, decoding)
         ImageOps.exif_transpose(image, in_place=True)
         # The file object of a WebP holds its pixels once more.
         image.fp = None
-        found = _opaque(_with_8_bits(image, image))
-        return _with_facts(found, count_frames(image), wide)
+        found = image.convert("RGB") if stored is None else stored.to_rgb(image)
+        return _with_facts(found, count_frames(image), stored)
+
+
+def _stored(image: Image.Image) -> StoredPixels | None:
+    """Return how a file stores the pixels of an opened image; None for a JPEG or none, if it is in plain RGB."""
+    if image.format in _FORMATS_OF_8_BITS and image.mode == "RGB" and not image.has_transparency_data:
+        return None
+    from sinkprune.runtime.media.stored_pixels import StoredPixels
+
+    return StoredPixels(image)
 
 
 @contextmanager
@@ -326,52 +317,17 @@ def _pixels(file: MeteredFile) -> int:
 
 def _header(file: MeteredFile) -> tuple[int, bool]:
     with _opened(file) as image:
-        return count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS
+        stored = _stored(image)
+        return count_frames(image), stored is not None and (stored.wide or stored.grey_of_16_bits)
 
 
-def _has_wide_channels(image: Image.Image) -> bool:
-    """Return whether the file of an opened image has more than 8 bits a channel.
-
-    Decoding drops the low bits of colours, so this reads how Pillow is about to decode. Of a loaded image only a TIFF
-    tells it.
-    """
-    if image.format == "TIFF":
-        from sinkprune.runtime.media.tiff import bits
-
-        return bits(image) > 8
-    if image.format not in _FORMATS_OF_16_BITS or not getattr(image, "tile", None):
-        return False
-    # "RGB;16B" of a PNG, and ("RGB", 4095) of a PPM.
-    how = cast(Any, image).tile[0][3]
-    mode, largest = how if isinstance(how, tuple) and len(how) == 2 else (how, 0)
-    return ";16" in mode or largest > 255
-
-
-def _png_decoding(image: Image.Image) -> str:
-    """Return how Pillow is about to decode a PNG, for example "L;4"; an empty text for a loaded or other image."""
-    return str(cast(Any, image).tile[0][3]) if image.format == "PNG" and getattr(image, "tile", None) else ""
-
-
-def _correct_transparent(image: Image.Image, decoding: str) -> None:
-    """Correct the transparent colour of a PNG (tRNS), which Pillow compares with values of 8 bits as it is stored.
-
-    Raises `ImageError` for one of 16 bits a channel, of which Pillow drops the low bytes.
-    """
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int) and decoding in _SPREAD:
-        image.info["transparency"] = transparent * _SPREAD[decoding]
-    if isinstance(transparent, tuple) and (decoding == "RGB;16B" or max(transparent) > 255):
-        raise ImageError(
-            f"the image has a transparent colour of 16 bits a channel, {transparent}, and Pillow keeps 8. Save it "
-            "with an alpha channel, or without transparency."
-        )
-
-
-def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
+def _with_facts(image: Image.Image, frames: int, stored: StoredPixels | None) -> Image.Image:
     """Return the RGB `image` with its `frame_count`, and whether it had 16 bits. Others stay equal to arrays."""
     if frames > 1:
         image.info[_NOTED] = frames
-    if wide and _largest_value(image) < NEARLY_BLACK:
+    if stored is None:
+        return image
+    if stored.grey_of_16_bits or (stored.wide and _largest_value(image) < NEARLY_BLACK):
         image.info[_HAD_16_BITS] = True
     return image
 
@@ -435,54 +391,3 @@ def _damage_as_error() -> Iterator[None]:
         raise ImageError(
             f"the image is damaged or truncated: {reason.rstrip('.')}. Give a complete image file."
         ) from error
-
-
-def _with_8_bits(image: Image.Image, opened: Image.Image) -> Image.Image:
-    """Return `image` with greyscale of 12 or 16 bits scaled. Pillow itself makes all values above 255 white.
-
-    `opened` is the image as it was opened: it has the format and the tags of its file.
-    """
-    of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and opened.format in _FORMATS_OF_16_BITS)
-    if not of_16_bits:
-        if image.mode in ("I", "F"):
-            raise ImageError(
-                f"the image has 32 bits a channel (mode {image.mode}), expected 8 or 16. Scale its values to 8 bits."
-            )
-        return image
-    white, inverted = 65535, False
-    if opened.format == "TIFF":
-        from sinkprune.runtime.media.tiff import bits, white_is_zero
-
-        white, inverted = 2 ** bits(opened) - 1, white_is_zero(opened)
-    grey = Image.new("L", image.size)
-    # Conversions keep `info`.
-    grey.info[_HAD_16_BITS] = True
-    transparent = image.info.get("transparency")
-    for top, strip in strips(image):
-        values = np.array(strip, np.uint32)
-        if transparent is not None:
-            values[values == transparent] = white
-        if inverted:
-            values = white - values
-        grey.paste(Image.fromarray(((values * 255 + white // 2) // white).astype(np.uint8)), (0, top))
-    return grey
-
-
-def _opaque(image: Image.Image) -> Image.Image:
-    """Return a copy in RGB, with transparency over white, as in the image processors of transformers."""
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    if image.mode in _MULTIPLIED:
-        image = image.convert(_MULTIPLIED[image.mode])
-    opaque = Image.new("RGB", image.size)
-    for top, strip in strips(image):
-        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
-        opaque.paste(Image.alpha_composite(white, strip.convert("RGBA")).convert("RGB"), (0, top))
-    return opaque
-
-
-def strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Yield strips of whole rows after the numbers of their first: copies of large pictures would be gigabytes."""
-    rows = max(1, _STRIP // max(1, image.width))
-    for top in range(0, image.height, rows):
-        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))

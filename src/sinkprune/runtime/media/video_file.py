@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import struct
+import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +19,15 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks import check_path, checks_options, install_command, needs_package
+from sinkprune.contract.checks import check_path, checks_options, escaped, install_command, needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.media.clip import check_indices, collected
-from sinkprune.runtime.media.frame import UnopenedVideo
+from sinkprune.runtime.media.frame import UnopenedPicture
 from sinkprune.runtime.media.images import open_media
 
 # Packets of these containers have the time of their frame, and headers list the keyframes.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+_LONG = 300
 
 
 class LostFrameError(Exception):
@@ -302,7 +304,16 @@ class VideoFile:
             raise VideoError(f"video '{self._path}' is broken or no video: {reason}. {_GIVE}") from error
 
 
-class VideoBytes(UnopenedVideo):
+def note_slow(path: Path, video: VideoFile) -> None:
+    """Print a note about a long `video` that must be decoded as a whole."""
+    if not video.can_seek and video.count >= _LONG:
+        sys.stderr.write(
+            f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
+            "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
+        )
+
+
+class VideoBytes(UnopenedPicture):
     """The bytes of a video file. They are in a temporary file while frames are read."""
 
     def __init__(self, data: bytes, name: str) -> None:

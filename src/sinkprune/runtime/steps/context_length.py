@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import counted
-from sinkprune.contract.errors import NewTokensError, PromptError, PruningError
+from sinkprune.contract.errors import PromptError, PruningError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.runtime.steps.request import Request
@@ -20,16 +20,9 @@ def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int
     """Reject more pictures than the bundle or its engines take; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
     if pictures > most:
-        again = []
-        if pictures > manifest.max_images:
-            again.append(f"export the checkpoint again with --max-images {pictures}")
-        if limits:
-            from sinkprune.runtime.steps.too_long import build_again
+        from sinkprune.runtime.steps.too_long import too_many_pictures
 
-            again.append(build_again(manifest, limits, images=pictures))
-        raise PromptError(
-            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. For more, {', and '.join(again)}."
-        )
+        raise too_many_pictures(manifest, limits, pictures, most)
 
 
 def check_length(
@@ -45,18 +38,9 @@ def check_length(
     `limits` are those of engines; None for graphs, which have none. `layouts` are those of the pictures.
     """
     if limits is not None:
-        lengths = (
-            ("text tokens in the prompt", text, limits.prompt_tokens, PromptError),
-            ("new tokens", request.max_new_tokens, limits.new_tokens, NewTokensError),
-        )
-        for what, wanted, most, error in lengths:
-            if wanted > most:
-                from sinkprune.runtime.steps.too_long import build_again
+        from sinkprune.runtime.steps.too_long import check_limits
 
-                again = build_again(manifest, limits, prompt_tokens=text, new_tokens=request.max_new_tokens)
-                raise error(
-                    f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or {again}."
-                )
+        check_limits(manifest, limits, text, request.max_new_tokens)
     new, limit = request.max_new_tokens, manifest.language_model.max_positions
     if text + visual + new > limit:
         from sinkprune.runtime.steps.too_long import fewer_tokens, too_long_error

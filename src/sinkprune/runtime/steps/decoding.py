@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,29 +25,19 @@ _MOST_AHEAD = 512
 """Rows of an answer for which caches have room at once; at LLaVA-1.5-7B's shape in fp16 they take 270 MB."""
 
 
-class StoredRows(NamedTuple):
+class StoredRows(Protocol):
     """The first rows of a prompt in one decoder segment, from an earlier request."""
 
-    rows: int
-    """How many rows of what is stored belong to the prompt."""
-    saved: Any
-    """The keys and values, as `Decoder.save` returned them."""
-    scored: Mapping[str, Array]
-    """The segment's `SCORED` outputs, on the host; empty where no select follows."""
+    @property
+    def rows(self) -> int:
+        """How many rows of what is stored belong to the prompt."""
+
+    @property
+    def saved(self) -> Any:
+        """The keys and values, as `Decoder.save` returned them."""
 
     def joined(self, backend: Backend, outputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         """Return the `SCORED` outputs of all `rows` of the prompt; `outputs` are those of later rows, or empty."""
-        stored = {name: backend.tensor(array[..., : self.rows, :]) for name, array in self.scored.items()}
-        if not outputs:
-            return stored
-        joined, first, later = {}, np.arange(self.rows), np.arange(rows - self.rows)
-        for name, array in self.scored.items():
-            # On the device, where nothing waits: the stored rows of each head, then its later ones.
-            *heads, _, width = array.shape
-            head = np.arange(prod(heads))[:, None]
-            order = np.hstack([head * len(first) + first, head.size * len(first) + head * len(later) + later])
-            joined[name] = backend.join([stored[name], outputs[name]], order.ravel(), (*heads, rows, width))
-        return joined
 
 
 @dataclass
@@ -215,18 +204,6 @@ def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
         cache.next_positions[segment] += count
         hidden = outputs["hidden_out"]
     return hidden
-
-
-def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
-    """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
-    if chain.resumes:
-        whole = run_rows(chain, cache, rows)
-        results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
-    else:
-        results = (run_rows(chain, cache, row[None]) for row in rows)
-    for hidden in results:
-        logits: Array = chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0]
-        yield logits
 
 
 def kv_bytes(chain: Chain, lengths: Sequence[int]) -> int:

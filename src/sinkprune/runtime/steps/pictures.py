@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
+from PIL import Image
 
-from sinkprune.contract.checks import format_value, warn_user
-from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, UnopenedVideo, Video, is_tensor
-from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.media.frame import Frame, Picture, SampledFrames, UnopenedPicture, Video
+from sinkprune.runtime.media.images import read_image, to_rgb
 
-PictureLike = Picture | Array | str | os.PathLike[str] | Video | ImageBytes | UnopenedVideo
+PictureLike = Picture | Array | str | os.PathLike[str] | Video | UnopenedPicture
 """A Pillow image, a uint8 [height,width,3] array or a `Frame`, an image file or its bytes, frames in a list, a video
 file or its bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
 
@@ -47,71 +46,17 @@ def layout_of(picture: Picture, source: PictureLike, family: Family) -> VisualLa
         return family.layout(picture)
 
 
-def _picture(source: Picture | Array | Video | ImageBytes | UnopenedVideo, family: Family) -> Picture:
+def _picture(source: Picture | Array | Video | UnopenedPicture, family: Family) -> Picture:
     match source:
         case SampledFrames() | Frame():
             return source
         case Video():
             return family.sample_frames(source)
-        case UnopenedVideo():
-            with source.opened() as video:
-                return family.sample_frames(video)
-        case ImageBytes():
-            return source.decoded()
+        case UnopenedPicture():
+            with source.opened() as media:
+                return media if isinstance(media, Image.Image) else family.sample_frames(media)
         case _:
             return to_rgb(source)
-
-
-def check_order(order: object) -> str:
-    """Return the order of an array's channels; raises `UsageError` for anything but "rgb" and "bgr"."""
-    if not isinstance(order, str) or order not in ("rgb", "bgr"):
-        raise UsageError(
-            f"order is {format_value(order)}, expected 'rgb' or 'bgr', the order of an array's channels."
-        )
-    return order
-
-
-def ordered(given: Iterable[PictureLike], order: object) -> tuple[PictureLike, ...]:
-    """Return the `given` pictures in RGB order; channels of arrays and tensors are in `order`, "rgb" or "bgr".
-
-    Tensors of other libraries become arrays in host memory, and a `Frame` on a GPU. Raises `ImageError` for those
-    that are elsewhere, or are no frames.
-
-    Raises `UsageError` for another order. Warns (`UserWarning`) where it says nothing, as no picture is an array.
-    """
-    order, pictures = check_order(order), tuple(given)
-    if order == "bgr":
-        from sinkprune.runtime.media.clip import Clip
-
-        frames = [frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source])]
-        if not any(isinstance(frame, np.ndarray) or is_tensor(frame) for frame in frames):
-            warn_user(
-                "order changed nothing, because no picture is an array. Files and Pillow images have an order of "
-                "their own: leave it out."
-            )
-    return tuple(_with_order(source, order) for source in pictures)
-
-
-def in_rgb(array: Array, order: str) -> Array:
-    """Return a view of the array [height,width,3], whose channels are in `order`, with channels in RGB order."""
-    return array[..., ::-1] if order == "bgr" else array
-
-
-def _with_order(source: PictureLike, order: str) -> PictureLike:
-    """Return `source` in RGB order, where it is an array, or a clip of arrays, with channels in `order`."""
-    if isinstance(source, np.ndarray) and source.ndim == 3:
-        return in_rgb(source, order)
-    if is_tensor(source):
-        from sinkprune.runtime.device.dlpack import frame_of
-
-        return frame_of(source, bgr=order == "bgr")
-    if order == "rgb":
-        return source
-    from sinkprune.runtime.media.clip import Clip
-
-    if isinstance(source, Clip):
-        return Clip([_with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
-    return source
 
 
 @contextmanager
@@ -122,6 +67,6 @@ def named_in_errors(source: PictureLike) -> Iterator[None]:
     except ImageError as error:
         if isinstance(source, (str, os.PathLike)):
             raise ImageError(f"'{source}': {error}") from error
-        if isinstance(source, (ImageBytes, UnopenedVideo)):
+        if isinstance(source, UnopenedPicture):
             raise ImageError(f"{source.name}: {error}") from error
         raise

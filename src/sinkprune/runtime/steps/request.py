@@ -25,11 +25,10 @@ from sinkprune.contract.checks import (
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedVideo, Video
-from sinkprune.runtime.media.images import ImageBytes
-from sinkprune.runtime.steps.pictures import PictureLike, ordered
-from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
-from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, check_text
+from sinkprune.runtime.media.frame import Frame, SampledFrames, UnopenedPicture, Video, is_tensor
+from sinkprune.runtime.steps.pictures import PictureLike
+from sinkprune.runtime.text.answer_tokens import PENALTIES, SEED, TEMPERATURE, TOP_P, Sampler
+from sinkprune.runtime.text.prompt import Text, Turn, check_text
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import Tools
@@ -139,6 +138,8 @@ class Request:
         if formed or type(self.choice) is not tuple or self.choice:
             self._check_form()
         if self.tool_call_id is not None:
+            from sinkprune.runtime.text.tools import check_call_id
+
             check_call_id(self.tool_call_id)
         if self.system is not None:
             check_text("system message", self.system)
@@ -189,6 +190,8 @@ class Request:
         own = repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
         penalties = None
         if not self.choice and (own not in (None, 1.0) or self.penalties):
+            from sinkprune.runtime.text.penalties import Penalties
+
             penalties = Penalties(own or 1.0, self.presence_penalty, self.frequency_penalty, prompt)
         return Sampler(self.temperature, self.top_p, self.seed, penalties)
 
@@ -217,12 +220,15 @@ def new_request(
         raise ImageError(
             "the list of images is empty, expected at least one image. Give () for a question without an image."
         )
-    given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
+    sources = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
+    if order != "rgb" or any(map(is_tensor, sources)):
+        from sinkprune.runtime.steps.channel_order import ordered
+
+        sources = ordered(sources, order)
     if "choice" in options:
         from sinkprune.runtime.text.answer_form import given_choices
 
         given_choices(options["choice"])
-    sources = ordered(given, order)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
     history = [*_checked_turns(options.pop("history", ()))]
     places = sum(turn.pictures for turn in history) + len(texts) - 1
@@ -259,7 +265,7 @@ def check_request_options(given: Iterable[str], *others: str) -> None:
 
 def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
-    known = (str, os.PathLike, Image.Image, np.ndarray, Frame, Video, ImageBytes, UnopenedVideo, SampledFrames)
+    known = (str, os.PathLike, Image.Image, np.ndarray, Frame, Video, UnopenedPicture, SampledFrames)
     if not isinstance(picture, known):
         raise ImageError(
             f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "

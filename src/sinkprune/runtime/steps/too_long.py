@@ -1,9 +1,10 @@
-"""Errors and advice for requests that are too long."""
+"""Limits of engines, and errors and advice for requests that are too long."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from sinkprune.contract.checks import counted
 from sinkprune.contract.engines_manifest import LIMIT_OPTIONS, MOST_TOKENS, Limits
 from sinkprune.contract.errors import NewTokensError, PromptError
 from sinkprune.contract.manifest import Manifest
@@ -23,6 +24,32 @@ def build_again(manifest: Manifest, limits: Limits, **wanted: int) -> str:
         if 0 < getattr(limits, name) < none[name] or wanted.get(name, 0) > getattr(limits, name)
     ]
     return f"build the engines again with {' '.join(flags)} added to your sinkprune-build command"
+
+
+def check_limits(manifest: Manifest, limits: Limits, text: int, new_tokens: int) -> None:
+    """Raise `PromptError` for more tokens of text, or more new tokens, than the `limits` of engines."""
+    lengths = (
+        ("text tokens in the prompt", text, limits.prompt_tokens, PromptError),
+        ("new tokens", new_tokens, limits.new_tokens, NewTokensError),
+    )
+    for what, wanted, most, error in lengths:
+        if wanted > most:
+            again = build_again(manifest, limits, prompt_tokens=text, new_tokens=new_tokens)
+            raise error(
+                f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or {again}."
+            )
+
+
+def too_many_pictures(manifest: Manifest, limits: Limits | None, pictures: int, most: int) -> PromptError:
+    """Return the error for more pictures than the `most` that the bundle and its engines take."""
+    again = []
+    if pictures > manifest.max_images:
+        again.append(f"export the checkpoint again with --max-images {pictures}")
+    if limits:
+        again.append(build_again(manifest, limits, images=pictures))
+    return PromptError(
+        f"the prompt has {counted(pictures, 'image')}, expected at most {most}. For more, {', and '.join(again)}."
+    )
 
 
 def fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:

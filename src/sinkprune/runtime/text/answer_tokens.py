@@ -6,9 +6,9 @@ import math
 import re
 import sys
 from codecs import getincrementaldecoder
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,6 +16,9 @@ from tokenizers import Tokenizer
 from sinkprune.contract.checks import RealNumber, WholeNumber
 from sinkprune.contract.errors import BundleError, NumericsError
 from sinkprune.contract.precision import Array
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.text.penalties import Penalties
 
 TEMPERATURE = RealNumber("temperature", 0.0, sys.float_info.max, "0 (greedy) or a larger finite number")
 TOP_P = RealNumber("top_p", math.nextafter(0.0, 1.0), 1.0, "more than 0 and at most 1")
@@ -26,33 +29,8 @@ PENALTIES = ((REPETITION_PENALTY, 1.0), (PRESENCE_PENALTY, 0.0), (FREQUENCY_PENA
 """The options for `Penalties`, and the value of each that changes nothing."""
 # numpy's generator keeps 128 bits of a seed.
 SEED = WholeNumber("seed", 0, 2**128 - 1)
-
-
-class Penalties:
-    """Lowers the logits of tokens that the prompt or the answer already has.
-
-    `repetition` is transformers', for tokens of both: it divides positive logits, and multiplies others. `presence`
-    and `frequency` are OpenAI's, for tokens of the answer: subtracted once, and once for each time.
-    """
-
-    def __init__(self, repetition: float, presence: float, frequency: float, prompt: Iterable[int]) -> None:
-        self._repetition, self._presence, self._frequency = repetition, presence, frequency
-        self._prompt, self._answer = np.fromiter(prompt, np.int64), Counter[int]()
-
-    def __call__(self, logits: Array) -> Array:
-        """Return the logits [vocab] of the next token with the penalties, in fp32."""
-        logits = logits.astype(np.float32)
-        written, counts = (np.array([*each], np.int64) for each in (self._answer.keys(), self._answer.values()))
-        # Twice the same token is written twice with the same value.
-        seen = np.concatenate([self._prompt[self._prompt < logits.size], written])
-        found = logits[seen]
-        logits[seen] = np.where(found < 0, found * self._repetition, found / self._repetition)
-        logits[written] -= self._frequency * counts + self._presence
-        return logits
-
-    def add(self, token: int) -> None:
-        """Add the next token of the answer."""
-        self._answer[token] += 1
+CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
+"""The texts around a call of a tool. Many tokenizers have a token for each."""
 
 
 class Sampler:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -23,12 +23,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import creation_checks_options, format_value, type_name
-from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
+from sinkprune.contract.errors import BundleError, PromptError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, decoded_text
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, PolicyFacts, Tokens
-from sinkprune.runtime.text.answer_tokens import tokenizer_errors
+from sinkprune.runtime.text.answer_tokens import CALL_MARKS, tokenizer_errors
 
 if TYPE_CHECKING:
+    from sinkprune.runtime.text.template_places import TemplatePlaces
     from sinkprune.runtime.text.tools import ToolCall, Tools
 
 _REASON = 300
@@ -110,29 +111,12 @@ def _raise_exception(message: Any) -> NoReturn:
     raise TemplateError(str(message))
 
 
-_MOST_CHARACTERS = 32
-"""The most characters of a text for each token of the context. Text of people has 2 to 5, tables with spaces more."""
 _FEW_CHARACTERS = 1 << 16
 """The most characters of a text that is tokenized without being counted before."""
-_PIECE, _CUT_TOKENS = 1 << 14, 64
-"""The characters of a text that are counted at a time, and the tokens that may be due to the cuts of a piece."""
-CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
-"""The texts around a call. Many tokenizers have a token for each."""
-NAME_BEFORE, ARGUMENTS_BEFORE, CALL_AFTER = '\n{"name": "', '", "arguments": ', "}\n" + END
-"""The texts of a call before the function's name, before its arguments, and after these."""
-_ID_CHARACTERS = 256
-_Message = dict[str, Any]
+Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 Text = str | tuple[str, ...]
 """The text in one place between pictures: a str, of which "" is none, or a tuple of several text parts."""
-
-
-def check_call_id(given: object) -> None:
-    """Reject what is no id of a call; raises `UsageError`."""
-    if not isinstance(given, str) or not 0 < len(given) <= _ID_CHARACTERS or not given.isprintable():
-        raise UsageError(
-            f"the id of a tool call is {format_value(given)}, expected 1 to {_ID_CHARACTERS} printable characters."
-        )
 
 
 def check_text(name: str, text: object) -> None:
@@ -148,11 +132,6 @@ def check_text(name: str, text: object) -> None:
     except UnicodeEncodeError as error:
         # Halves of surrogate pairs, which stand for bytes that are no text.
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.") from error
-
-
-def call_text(name: str, arguments: str) -> str:
-    """Return a call as a model writes it."""
-    return BEGIN + NAME_BEFORE + name + ARGUMENTS_BEFORE + arguments + CALL_AFTER
 
 
 def text_parts(text: Text) -> tuple[str, ...]:
@@ -229,7 +208,7 @@ class PromptEncoder:
         self._template, self._tokens, self._policy = ChatTemplate(chat_template), tokens, policy
         self._specials = _specials(self.tokenizer, tokens.image)
         self.tokenizer = _with_written_marks(self.tokenizer)
-        self._image = next(special.stand_in for special in self._specials if special.identity == tokens.image)
+        self.image = next(special.stand_in for special in self._specials if special.identity == tokens.image)
         self._encoder.encode_special_tokens = True
         # The image token counts as special, also where the checkpoint does not mark it.
         self._encoder.add_special_tokens(
@@ -274,26 +253,21 @@ class PromptEncoder:
         """
         role = "user" if tool_call_id is None else "tool"
         turns = [*history, Turn(role, tuple(texts), tool_call_id=tool_call_id)]
-        if (tools or any(turn.tool_calls or turn.role == "tool" for turn in turns)) and not self._writes_calls:
-            raise ToolsError(
-                f"the model's chat template has no tools, or writes calls in another form than "
-                f"{call_text('NAME', '{}')!r}. Leave out tools and calls, or use a model such as Qwen3-VL."
-            )
-        if history and not self._takes_turns:
-            raise PromptError(
-                "the model answers one question: its chat template has no place for earlier turns. Leave out the "
-                "history, or put what matters of it into the question."
-            )
+        if history or tools or tool_call_id is not None:
+            self.places.check(turns, tools)
         pieces = [own or ("", "") for own in within] or [("", "")] * sum(turn.pictures for turn in turns)
         images = sum(len(own) - 1 for own in pieces)
-        messages = [*self._system(system), *map(self._message, turns)]
-        rendered = self._split_images(self._render(messages, tools.functions if tools else None), pieces)
+        messages = [*map(self._message, turns)]
+        if system is not None:
+            messages.insert(0, self.places.system_message((system,) if isinstance(system, str) else system))
+        functions = self.places.quoted_json([*tools.functions]) if tools else None
+        rendered = self._split_images(self.render(messages, functions), pieces)
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
         encoded = self._encoded(rendered, adds=adds)
         ids = [self._identities.get(token, token) for token in encoded]
-        image = self._encoder.token_to_id(self._image)
+        image = self._encoder.token_to_id(self.image)
         found = [place for place, token in enumerate(encoded) if token == image]
         if len(found) != images:
             raise BundleError(
@@ -311,23 +285,10 @@ class PromptEncoder:
         and gigabytes for a text of 60 MB.
         """
         texts = [part for text in given for part in text_parts(text)]
-        characters = sum(map(len, texts))
-        if characters <= _FEW_CHARACTERS:
-            return
-        if characters > _MOST_CHARACTERS * most:
-            raise PromptError(
-                f"the prompt has {characters} characters, expected at most {_MOST_CHARACTERS} for each of the "
-                f"model's {most} positions. Shorten it."
-            )
-        tokens = 0
-        for text in texts:
-            for start in range(0, len(text), _PIECE):
-                # A word that a piece begins or ends in may have more tokens than it has as a whole.
-                tokens += max(0, len(self._encoded(text[start : start + _PIECE])) - _CUT_TOKENS)
-                if tokens > most:
-                    raise PromptError(
-                        f"the prompt is too long: its text has more than the model's {most} positions. Shorten it."
-                    )
+        if sum(map(len, texts)) > _FEW_CHARACTERS:
+            from sinkprune.runtime.text.long_texts import check_long_texts
+
+            check_long_texts(texts, most, self._encoded)
 
     def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
@@ -364,124 +325,57 @@ class PromptEncoder:
 
     def _split_images(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:
         """Return `rendered` with each image at as many places as its piece has gaps between texts."""
-        before, *rest = rendered.split(self._image)
+        before, *rest = rendered.split(self.image)
         if len(rest) != len(pieces):
             return rendered
         for own, text in zip(pieces, rest, strict=True):
-            before += self._with_stand_ins(self._image.join(own)) + text
+            before += self.with_stand_ins(self.image.join(own)) + text
         return before
 
-    def _with_stand_ins(self, text: str) -> str:
+    def with_stand_ins(self, text: str) -> str:
         """Return the template's `text` with stand-ins for its special tokens."""
         for special in self._specials:
             text = text.replace(special.token.content, special.stand_in)
         return text
 
-    def _quoted(self, text: str) -> str:
+    def quoted(self, text: str) -> str:
         """Return the user's `text` with its special tokens marked as plain text."""
         for special in self._specials:
             text = text.replace(special.token.content, special.quoted)
         return text
 
-    def _system(self, text: Text | None) -> list[_Message]:
-        """Return the system message `text` as the template takes it, in parts or as a str; none for None."""
-        if text is None:
-            return []
-        probe = str(secrets.randbits(64))
-        for in_parts in (True, False):
-            question = {"role": "user", "content": [{"type": "image"}, *_text_content(["?"])]}
-            # A template that takes no parts writes them as Python does, in quotes.
-            before, found, _ = self._tried([_system_message([probe], in_parts), question]).partition(probe)
-            if found and not before.endswith(("'", '"')):
-                parts = (text,) if isinstance(text, str) else text
-                return [_system_message([*map(self._quoted, parts)], in_parts)]
-        raise PromptError(
-            "the checkpoint's chat template has no place for a system message. Leave out the system message, and put "
-            "its text before the question."
-        )
+    @cached_property
+    def places(self) -> TemplatePlaces:
+        """What the chat template has places for."""
+        from sinkprune.runtime.text.template_places import TemplatePlaces
 
-    def _message(self, turn: Turn) -> _Message:
+        return TemplatePlaces(self)
+
+    def _message(self, turn: Turn) -> Message:
         if turn.role == "tool":
-            result = "".join(chain.from_iterable(map(text_parts, turn.texts)))
-            return self._quoted_json({"role": turn.role, "tool_call_id": turn.tool_call_id, "content": result})
-        message: _Message = {"role": turn.role, "content": self._content(turn.texts)}
-        if not message["content"] and not turn.tool_calls:
-            # Templates may read the first part of an answer, also of an empty one.
-            message["content"] = _text_content([""])
+            return self.places.result(turn.tool_call_id, "".join(chain.from_iterable(map(text_parts, turn.texts))))
+        message: Message = {"role": turn.role, "content": self.content(turn.texts)}
         if turn.tool_calls:
-            calls = [_call(call.id, call.name, call.arguments) for call in turn.tool_calls]
-            message["tool_calls"] = self._quoted_json(calls)
+            message["tool_calls"] = self.places.calls(turn.tool_calls)
+        elif not message["content"]:
+            # Templates may read the first part of an answer, also of an empty one.
+            message["content"] = [{"type": "text", "text": ""}]
         return message
 
-    def _quoted_json(self, value: Any) -> Any:
-        """Return JSON with the special tokens in all its texts marked as plain text."""
-        if isinstance(value, dict):
-            return {self._quoted(name): self._quoted_json(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [self._quoted_json(part) for part in value]
-        return self._quoted(value) if isinstance(value, str) else value
-
-    @cached_property
-    def _takes_turns(self) -> bool:
-        """Whether the template writes a question after an earlier one and its answer."""
-        turns = [Turn("user", ("", "?")), Turn("assistant", ("!",)), Turn("user", ("?",))]
-        return bool(self._tried([*map(self._message, turns)]))
-
-    @cached_property
-    def _writes_calls(self) -> bool:
-        """Whether the template lists tools, and writes calls and their results, in the form that answers have."""
-        probe = str(secrets.randbits(64))
-        function = {"name": f"f{probe}", "description": f"d{probe}"}
-        messages = [
-            self._message(Turn("user", ("", "?"))),
-            {"role": "assistant", "content": [], "tool_calls": [_call("0", f"f{probe}", {"x": 1})]},
-            self._message(Turn("tool", (f"r{probe}",), tool_call_id="0")),
-        ]
-        rendered = self._tried(messages, [{"type": "function", "function": function}])
-        written = self._with_stand_ins(call_text(f"f{probe}", '{"x": 1}'))
-        return all(text in rendered for text in (f"d{probe}", written, f"r{probe}"))
-
-    def _content(self, texts: Sequence[Text]) -> list[dict[str, str]]:
+    def content(self, texts: Sequence[Text]) -> list[dict[str, str]]:
         """Return a turn's content: an image between each two of `texts`, whose order the template may change."""
         content: list[dict[str, str]] = []
         for number, text in enumerate(texts):
             content += [{"type": "image"}] if number else []
-            content += _text_content(map(self._quoted, text_parts(text)))
+            content += [{"type": "text", "text": self.quoted(part)} for part in text_parts(text)]
         return content
 
-    @cached_property
-    def keeps_order(self) -> bool:
-        """Whether the template writes the text before an image in front of it. LLaVA's writes images first."""
-        probe = str(secrets.randbits(64))
-        content = [*_text_content([probe]), {"type": "image"}]
-        return probe in self._render([{"role": "user", "content": content}]).partition(self._image)[0]
-
-    def _tried(self, messages: list[_Message], functions: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return what the template writes, and "" where it fails."""
-        try:
-            return self._render(messages, functions)
-        except BundleError:
-            return ""
-
-    def _render(self, messages: list[_Message], functions: Sequence[Mapping[str, Any]] | None = None) -> str:
-        tools = None if functions is None else self._quoted_json([*functions])
-        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, tools)
-        rendered = self._with_stand_ins(rendered)
+    def render(self, messages: list[Message], functions: list[dict[str, Any]] | None = None) -> str:
+        """Return what the template writes, with stand-ins; texts of users and `functions` are quoted."""
+        rendered = self.with_stand_ins(self._template.render(messages, self._tokens.bos, self._tokens.eos, functions))
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
-
-
-def _call(id: str, name: str, arguments: Mapping[str, Any]) -> _Message:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": {**arguments}}}
-
-
-def _text_content(parts: Iterable[str]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": part} for part in parts]
-
-
-def _system_message(parts: Sequence[str], in_parts: bool) -> _Message:
-    return {"role": "system", "content": _text_content(parts) if in_parts else "".join(parts)}
 
 
 def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:

@@ -19,22 +19,15 @@ from sinkprune.contract.checks import check_type, creation_checks_options, forma
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.text.answer_form import check_together, checked_schema, json_copy, json_rule, written_grammar
-from sinkprune.runtime.text.prompt import (
-    ARGUMENTS_BEFORE,
-    BEGIN,
-    CALL_AFTER,
-    CALL_MARKS,
-    END,
-    NAME_BEFORE,
-    Turn,
-    check_call_id,
-    check_text,
-)
+from sinkprune.runtime.text.answer_tokens import BEGIN, CALL_MARKS, END
+from sinkprune.runtime.text.prompt import Turn, check_text
+from sinkprune.runtime.text.template_places import ARGUMENTS_BEFORE, CALL_AFTER, NAME_BEFORE
 
 # Definitions may come from network clients. Templates write them all into the prompt.
 TOOLS_BYTES, MOST_TOOLS = 1 << 16, 128
 ROLES = ("user", "assistant")
 CHOICES = ("auto", "none", "required")
+_ID_CHARACTERS = 256
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS, _ANY = {"type": "object", "properties": {}}, {"type": "object"}
 _OPENING = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
@@ -146,6 +139,14 @@ class Tools:
             return written_grammar("\n".join([f"start: {json.dumps(lead) if lead else ''} call {more}", *rules]))
         before = f"before: TEXT {begun}" if begin is not None else f"before: BEFORE\nBEFORE: TEXT {begun}"
         return written_grammar("\n".join([f"start: TEXT | before rest {more}", before, _TEXT, *rules]))
+
+
+def check_call_id(given: object) -> None:
+    """Reject what is no id of a call; raises `UsageError`."""
+    if not isinstance(given, str) or not 0 < len(given) <= _ID_CHARACTERS or not given.isprintable():
+        raise UsageError(
+            f"the id of a tool call is {format_value(given)}, expected 1 to {_ID_CHARACTERS} printable characters."
+        )
 
 
 def check_name(name: object) -> None:

@@ -15,8 +15,8 @@ from PIL import Image
 
 from sinkprune import Pipeline, Policy, Session
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.steps.pictures import ordered
-from sinkprune.runtime.system import processor_name
+from sinkprune.runtime.processor import processor_name
+from sinkprune.runtime.steps.channel_order import ordered
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_alike, assert_equal_at_both_ends, options_of
