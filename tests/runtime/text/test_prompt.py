@@ -14,7 +14,7 @@ from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.answer_tokens import AnswerText, TokenBytes
-from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.prompt import PromptEncoder, Turn
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
 from support.references.prompt_encoders import (
     SPECIALS,
@@ -89,6 +89,35 @@ def test_typed_special_tokens_never_become_special_ids_where_bytes_are_special_t
     assert not set(SPECIALS.values()) & set(prompt.texts[-1])
     decoded = pair.ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False)
     assert decoded.strip() == f"{text} ASSISTANT:".strip()
+
+
+_PART = "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+WITHOUT_SEPARATORS = (
+    f"{{% for message in messages %}}{{% for part in message.content %}}{_PART}{{% endfor %}}{{% endfor %}}s>"
+)
+"""It writes texts directly behind each other, and after the last the end of a special token."""
+
+
+@pytest.mark.parametrize("token", ["</s>", "<image>"])
+def test_no_special_token_is_made_of_several_texts(token: str, tokenizer_folder: Path) -> None:
+    ours = encoder(tokenizer_folder, WITHOUT_SEPARATORS)
+    special = {*SPECIALS.values()}
+    for place in range(1, len(token)):
+        first, second = token[:place], token[place:]
+        for parts in (
+            (first, f"{second} hi"),
+            (f"see {first}", second),
+            (*token, " hi"),
+            (f"<{first}", f"{second}</"),
+        ):
+            prompt = ours.encode(("", parts))
+            (found,) = prompt.texts[1:]
+            assert not special.intersection(found)
+            decoded = ours.tokenizer.decode(found, skip_special_tokens=False)
+            assert decoded.strip() == "".join(parts) + "s>"
+            # The parts of a system message and of an earlier turn too.
+            turns = ours.encode(("", "?"), system=parts, history=[Turn("user", (parts,)), Turn("assistant", ("",))])
+            assert not special.intersection(*turns.texts[1:])
 
 
 def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folder: Path) -> None:

@@ -7,12 +7,14 @@ them from running code and from reading files. It bounds neither their time nor 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -175,14 +177,23 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Special:
-    """A special token, and two texts that distinguish the template's from the user's."""
+    """A special token, and texts that distinguish the template's from the user's."""
 
     identity: int
     token: AddedToken
     stand_in: str
     """Replaces, for the tokenizer, a token that the template wrote."""
-    quoted: str
-    """Replaces, for the template, a token that the user typed."""
+    mark: str
+    """Begins what replaces, for the template, a token that the user typed."""
+
+    def quoted(self, length: int) -> str:
+        """Return what replaces the first `length` characters of a typed token."""
+        return f"{self.mark}{length}\ue001"
+
+    def unquoted(self, text: str) -> str:
+        """Return `text` with the typed characters."""
+        typed = self.token.content
+        return re.sub(f"{re.escape(self.mark)}([0-9]+)\ue001", lambda found: typed[: int(found[1])], text)
 
 
 class PromptEncoder:
@@ -339,10 +350,15 @@ class PromptEncoder:
         return text
 
     def quoted(self, text: str) -> str:
-        """Return the user's `text` with its special tokens marked as plain text."""
+        """Return the user's `text` with its special tokens marked as plain text.
+
+        The beginning of one at the end of the text too: a template may write the next text directly behind.
+        """
         for special in self._specials:
-            text = text.replace(special.token.content, special.quoted)
-        return text
+            text = text.replace(special.token.content, special.quoted(len(special.token.content)))
+        begun = ((_begun(text, special.token.content), special) for special in self._specials)
+        length, special = max(begun, key=itemgetter(0))
+        return text[:-length] + special.quoted(length) if length else text
 
     @cached_property
     def places(self) -> TemplatePlaces:
@@ -374,7 +390,7 @@ class PromptEncoder:
         """Return what the template writes, with stand-ins; texts of users and `functions` are quoted."""
         rendered = self.with_stand_ins(self._template.render(messages, self._tokens.bos, self._tokens.eos, functions))
         for special in self._specials:
-            rendered = rendered.replace(special.quoted, special.token.content)
+            rendered = special.unquoted(rendered)
         return rendered
 
 
@@ -389,6 +405,11 @@ def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
+def _begun(text: str, token: str) -> int:
+    """Return how many characters at the end of `text` are the first of `token`."""
+    return next((length for length in range(len(token) - 1, 0, -1) if text.endswith(token[:length])), 0)
+
+
 def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
     """Return the special tokens, longest first, so that no token is taken for a part of another."""
     # Digits only, so that a template may change the case of the user's text.
@@ -401,6 +422,6 @@ def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
     if image_token not in dict(added):
         raise BundleError(f"the bundle's tokenizer has no image token {image_token}. Export the checkpoint again.")
     return [
-        _Special(identity, token, f"\ue000{nonce}+{identity}\ue001", f"\ue000{nonce}-{identity}\ue001")
+        _Special(identity, token, f"\ue000{nonce}+{identity}\ue001", f"\ue000{nonce}-{identity}-")
         for identity, token in sorted(added, key=lambda item: -len(item[1].content))
     ]
