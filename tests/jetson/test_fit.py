@@ -249,17 +249,19 @@ def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
     assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
 
 
-def test_an_added_budget_may_be_the_largest_of_a_folder_that_runs_as_it_is() -> None:
+def test_a_budget_with_options_may_be_the_largest_of_a_folder_that_runs_as_it_is() -> None:
     model = preset("llava-1.1b")
     rows = {name: rows for name, rows in model.rows.items() if name != "retain-192"} | {
-        "in-60": model.rows["retain-192"]
+        "retain-192+raster": model.rows["retain-192"]
     }
-    forms = tuple(replace(one, budgets={**one.budgets, "in-60": one.budgets["retain-192"]}) for one in model.forms)
+    forms = tuple(
+        replace(one, budgets={**one.budgets, "retain-192+raster": one.budgets["retain-192"]}) for one in model.forms
+    )
     own = tuple(replace(one, exported=one is forms[0]) for one in forms)
     folder = replace(model, kind="bundle", rows=rows, forms=own)
     found = recommend(folder, as_it_is=True)
-    assert found is not None and (found.as_it_is, found.budget) == (True, "in-60")
-    # An export makes no added budget.
+    assert found is not None and (found.as_it_is, found.budget) == (True, "retain-192+raster")
+    # An export makes none without being asked.
     found = recommend(folder, as_it_is=False)
     assert found is not None and (found.as_it_is, found.budget, found.weights) == (False, "retain-128", "int4")
 

@@ -96,35 +96,31 @@ def saved_costs_lines(
     """
     if (costs := keeper.costs) is None:
         return ""
-    doubt = doubtful_costs(costs)
+    doubt = _doubtful_costs(costs)
     if options.costs:
         return doubt
     file = keeper.save_costs()
-    return doubt + (kept_line(file, costs, options.budget) if measured or not file else "")
+    if file and not measured:
+        return doubt
+    of = "" if options.budget == UNPRUNED else f" of '{options.budget}' and smaller budgets"
+    return (
+        doubt
+        + escaped(f"note: the costs{of} are kept in '{file}'." if file else f"warning: {not_kept(costs)}")
+        + "\n"
+    )
 
 
-def kept_line(file: Path | None, costs: MeasuredCosts, budget: str = UNPRUNED) -> str:
-    """Return a line about the `file` that holds `costs` for later runs, or a warning if none does.
-
-    `budget` is the largest measured one.
-    """
-    of = "" if budget == UNPRUNED else f" of '{budget}' and smaller budgets"
-    line = f"note: the costs{of} are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
-    return escaped(line) + "\n"
-
-
-def doubtful_costs(costs: MeasuredCosts, option: str = " with --warm-up") -> str:
-    """Return a line about `costs` that are old or were measured under load, and nothing about others.
-
-    `option` is the one that measures costs again.
-    """
+def _doubtful_costs(costs: MeasuredCosts) -> str:
+    """Return a line about `costs` that are old or were measured under load, and nothing about others."""
     age = costs.age_s or 0.0
     old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
     doubts = [doubt for doubt in (old, costs.load_doubt) if doubt]
     if not doubts:
         return ""
     hint = costs.place.thread_hint if costs.load_doubt else ""
-    return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"
+    return (
+        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.{hint}\n"
+    )
 
 
 def measured_ms(deadline: DeadlineOutcome) -> str:

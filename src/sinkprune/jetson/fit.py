@@ -456,7 +456,7 @@ def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
     folder has it or not.
     """
     forms = list(usable_forms(model))
-    # Without budgets that were added to the folder.
+    # Without budgets with options, as in retain-64+tower.
     made = (UNPRUNED, *FAMILIES[model.family].budgets)
     names = [name for name in _pruned_first(model) if name in made]
     budget = next((name for name in names if any(_fits(form, name) for form in forms)), None)
@@ -492,7 +492,7 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
 
 
 def _pruned_first(model: ModelFit) -> list[str]:
-    """Return the pruned budgets, largest first, and unpruned last. An added budget may be larger than others."""
+    """Return the pruned budgets, largest first, and unpruned last. Those with options may be larger than others."""
     pruned = [name for name in model.rows if name != UNPRUNED]
     return [*sorted(pruned, key=lambda name: -sum(model.rows[name].tokens_per_layer)), UNPRUNED]
 

@@ -99,9 +99,7 @@ def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Call
         return mean_tokens(counts(step), cuts, layers)
 
     if mean(0) > wanted + Fraction(1, 2):
-        kept = counts(0).kept
-        whole = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
-        everything = whole if kept == facts.nominal_tokens else _format_mean(facts, Fraction(kept))
+        everything = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
         raise UnreachableBudget(
             f"layers 0 to {cuts[0]} run on {everything} visual tokens, so that the mean over {layers} layers is "
             f"{_format_mean(facts, mean(0))} at least; the budget's is {_format_mean(facts, wanted)}"
