@@ -31,9 +31,9 @@ from sinkprune.policies.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.generate import look, run_prompt
 from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.loading import LoadedModel
+from sinkprune.runtime.recipe import look, run_prompt
 from sinkprune.runtime.steps.chain import Chain, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
 from sinkprune.runtime.steps.pictures import layout_of, pixels_of

@@ -1,14 +1,9 @@
-"""The four hooks by which extensions take part in a request, and how an answer is written after its prompt.
-
-The defaults of the hooks add nothing.
-"""
+"""The four hooks by which extensions take part in a request. The defaults add nothing."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +14,14 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, VisualLayout, scheduled
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.loading import LoadedModel
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
-from sinkprune.runtime.steps.decoding import KVCache, Prefill, PromptRun, StoredRows, decode_one_token
+from sinkprune.runtime.steps.decoding import Prefill, PromptRun, StoredRows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.stream import StreamState
-from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler, not_finite
+from sinkprune.runtime.text.answer_tokens import Sampler
+from sinkprune.runtime.writing import Draft, Written, write
 
 
 class Budgets:
@@ -204,83 +198,3 @@ class Hooks(NamedTuple):
     tokens: Tokens
     seen: Observer
     """Receives the result of each step."""
-
-
-class Draft(NamedTuple):
-    """An answer after its prompt."""
-
-    model: LoadedModel
-    request: Request
-    hooks: Hooks
-    state: StreamState
-    sampler: Sampler
-    cache: KVCache
-    """Of the prompt; it grows with the answer."""
-    logits: Array
-    """[vocab], of the first token."""
-    ids: list[int]
-    """The first token, if it is written token by token."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The text of an answer, and the time that it took after the prompt."""
-
-    text: str
-    token_ids: list[int]
-    finish: str
-    """As `Answer.finish`."""
-    token_ms: list[float]
-    """The milliseconds of each token after the first."""
-    other_ms: float
-    """All other milliseconds: decoding tokens to text, or comparing a closed list."""
-    choices: dict[str, float] = field(default_factory=dict)
-    """As `Answer.choices`."""
-
-
-def write(draft: Draft) -> Generator[str, None, Written]:
-    """Write an answer, one token after the other; yields the text of each."""
-    model, request, hooks, state, sampler, cache, _, ids = draft
-    chain, tokens, budgets = model.chain, hooks.tokens, hooks.budgets
-    token, token_ms, text_ms = ids[-1], list[float](), 0.0
-    # A constraint allows no stop token too early.
-    ignored = 0 if request.follows_grammar else request.min_new_tokens
-    text = AnswerText(model.prompts.tokenizer, model.manifest.tokens.stop, request.stop, ignored)
-    while True:
-        began = time.perf_counter()
-        tokens.accept(token)
-        piece = text.add(token)
-        finish = "stop" if text.stopped or tokens.complete else budgets.finish(len(ids))
-        if finish:
-            piece += text.end()
-        text_ms += ms_since(began)
-        yield piece
-        # After the piece, because its reader takes time, and may cancel.
-        if not finish and (finish := "cancelled" if state.cancelled else budgets.finish(len(ids))):
-            yield text.end()
-        if finish:
-            break
-        began = time.perf_counter()
-        allowed = tokens.allowed(chain.model.vocab_size)
-        with chain.backend.turn, hooks.seen.during("decode"):
-            scores = decode_one_token(chain, cache, model.embedding([token])[0])
-            if allowed is None and sampler.is_greedy and not hooks.seen.reads_logits:
-                # Only the token crosses from the device.
-                token, finite = chain.backend.best(scores)
-                logits = None
-            else:
-                logits, finite = chain.backend.numpy(scores)[0], True
-        if not finite:
-            raise not_finite()
-        if logits is not None:
-            token = sampler(logits, allowed)
-        token_ms.append(ms_since(began))
-        ids.append(token)
-        if logits is not None:
-            hooks.seen.chose(token, logits)
-    return Written(text.text, ids, finish, token_ms, text_ms)
-
-
-def ms_since(start: float) -> float:
-    """Return the milliseconds since `start`, by `time.perf_counter`."""
-    return (time.perf_counter() - start) * 1e3

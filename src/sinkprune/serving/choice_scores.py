@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.hooks import Draft, Tokens, Written, ms_since
+from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.steps.decoding import KVCache
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.steps.scored_rows import logits_of_rows
 from sinkprune.runtime.text.answer_tokens import Sampler, check_finite
 from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.writing import Draft, Written, ms_since
 
 _Ids = tuple[int, ...]
 # The most tokens of a pass that run before others may: each takes as long as a token of an answer.

@@ -282,6 +282,16 @@ class PromptRun:
         for picture in self.encoded:
             picture.scores.check()
 
+    def reported(self, chain: Chain) -> dict[str, Any]:
+        """Return the fields of an `Answer` about the prompt, by name; raises what `kept` raises."""
+        return {
+            "budget": self.prefilled.schedule.budget,
+            "tokens_per_layer": self.prefilled.tokens_per_layer,
+            "kv_bytes": kv_bytes(chain, self.prefilled.cache.lengths),
+            "images": self.kept(chain.backend),
+            "reused_rows": self.reused_rows,
+        }
+
     def kept(self, backend: Backend) -> tuple[Kept, ...]:
         """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
         rows, kept = self.rows, list[Kept]()

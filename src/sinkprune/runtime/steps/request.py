@@ -291,8 +291,7 @@ def _checked_turns(history: object) -> tuple[Turn, ...]:
 
 def check_texts(texts: Sequence[Any], pictures: int, *, may_be_empty: bool = False) -> None:
     """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
-    for text in texts:
-        check_text("prompt", text)
+    check_text("prompt", (*texts,))
     if not texts:
         raise PromptError(_EMPTY)
     if len(texts) != pictures + 1:
