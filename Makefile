@@ -119,7 +119,7 @@ test-vllm: .venv/.dev
 # The short part of the suite on another Python, with the newest libraries that pip finds for it, and without PyTorch:
 # make test-python PYTHON=python3.13. Python 3.10 runs bundles that .venv exports.
 OTHER := build/$(notdir $(PYTHON))
-MEDIA := $(addprefix tests/runtime/media/test_,video.py video_seeking.py pixel_values.py)
+MEDIA := $(addprefix tests/runtime/media/test_,video_sources.py video_seeking.py pixel_values.py)
 
 test-python: .venv/.dev
 	$(PYTHON) -m venv --clear $(OTHER)
