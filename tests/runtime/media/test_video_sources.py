@@ -77,14 +77,18 @@ def test_metadata_that_is_not_utf_8_is_no_obstacle(few_pictures: list[Image.Imag
         container.mux(stream.encode(None))
     data = path.read_bytes()
     path.write_bytes(data.replace(b"TITLE", b"T\xff\xfeLE").replace(b"ARTIST", b"ART\xe9ST"))
-    with pytest.raises(UnicodeDecodeError), av.open(str(path)):
-        pass
+    # Before PyAV 19, av.open itself fails.
     assert len(VideoFile(path).read(range(6))) == 6
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: path.name)
 def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
-    refusal(path)
+    if path.name != "ts-stream-appears" or int(av.__version__.partition(".")[0]) < 19:
+        refusal(path)
+        return
+    # FFmpeg 9 finds its only stream at once.
+    video = VideoFile(path)
+    assert len(video.read(range(video.count))) == video.count > 0
 
 
 def test_damaged_files_are_read_or_refused_but_never_crash(few_pictures: list[Image.Image], tmp_path: Path) -> None:
