@@ -17,7 +17,7 @@ EXPORT = Verb("sinkprune.export.command", "turn a checkpoint into a bundle")
 BUILD = Verb("sinkprune.engines.command", "compile a bundle into engines")
 CHECK = Verb("sinkprune.engines.gate.command", "compare engines with the graphs they were built from")
 EVALUATE = Verb("sinkprune.calibration.commands.evaluate", "measure the accuracy of every method and budget")
-CALIBRATE = Verb("sinkprune.calibration.commands.calibrate", "measure a model on your pictures, and quantise it for them")
+CALIBRATE = Verb("sinkprune.calibration.commands.calibrate", "measure a model on your pictures, and quantise it")
 DOCTOR = Verb("sinkprune.jetson.doctor", "report what this machine is, and which models fit")
 
 VERBS = Registry[Verb]("sinkprune.commands")
