@@ -145,7 +145,7 @@ def test_it_measures_what_is_here_and_lists_what_is_not(
     assert peers.main([*given, "--json", str(report), "--plot", str(picture)]) == 0
     content = json.loads(report.read_text())
     rows = {row["way"]: row for row in content["rows"]}
-    assert list(rows) == ["none", "retain-192", "retain-128", "retain-64", "retain-32"]
+    assert list(rows) == ["none", "retain-192", "retain-128", "retain-64", "retain-32", "retain-64+tower"]
     for row in rows.values():
         assert len(row["answers"]) == 2 and row["input_tokens"] == 626
         assert all(len(answer["tokens"]) == 3 for answer in row["answers"])
