@@ -37,7 +37,7 @@ _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
 _VIDEO = "video_preprocessor_config.json"
 _FOLDER_OPTIONS = ("unnorm_key", "chunk", "bounds", "action_tokenizer")
-"""The options of a request that tell what the folders of some policies do not."""
+"""The options of a request about policies whose folders leave something out."""
 
 
 class _NamesWeights(TypedDict, total=False):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -190,11 +189,6 @@ class _Special:
         """Return what replaces the first `length` characters of a typed token."""
         return f"{self.mark}{length}\ue001"
 
-    def unquoted(self, text: str) -> str:
-        """Return `text` with the typed characters."""
-        typed = self.token.content
-        return re.sub(f"{re.escape(self.mark)}([0-9]+)\ue001", lambda found: typed[: int(found[1])], text)
-
 
 class PromptEncoder:
     """Renders and encodes prompts with a checkpoint's own template and tokenizer.
@@ -217,7 +211,16 @@ class PromptEncoder:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._template, self._tokens, self._policy = ChatTemplate(chat_template), tokens, policy
-        self._specials = _specials(self.tokenizer, tokens.image)
+        # Digits only, so that a template may change the case of the user's text.
+        nonce = secrets.randbits(64)
+        self._specials = _specials(self.tokenizer, tokens.image, nonce)
+        self._typed = re.compile(f"\ue000{nonce}-([0-9]+)-([0-9]+)\ue001")
+        self._contents = {special.identity: special.token.content for special in self._specials}
+        self._beginnings = {
+            special.token.content[:length]: special
+            for special in self._specials
+            for length in range(1, len(special.token.content))
+        }
         self.tokenizer = _with_written_marks(self.tokenizer)
         self.image = next(special.stand_in for special in self._specials if special.identity == tokens.image)
         self._encoder.encode_special_tokens = True
@@ -356,9 +359,9 @@ class PromptEncoder:
         """
         for special in self._specials:
             text = text.replace(special.token.content, special.quoted(len(special.token.content)))
-        begun = ((_begun(text, special.token.content), special) for special in self._specials)
-        length, special = max(begun, key=itemgetter(0))
-        return text[:-length] + special.quoted(length) if length else text
+        ends = (text[-length:] for length in range(max(map(len, self._contents.values())), 0, -1))
+        begun = next((end for end in ends if end in self._beginnings), "")
+        return text[: -len(begun)] + self._beginnings[begun].quoted(len(begun)) if begun else text
 
     @cached_property
     def places(self) -> TemplatePlaces:
@@ -389,9 +392,7 @@ class PromptEncoder:
     def render(self, messages: list[Message], functions: list[dict[str, Any]] | None = None) -> str:
         """Return what the template writes, with stand-ins; texts of users and `functions` are quoted."""
         rendered = self.with_stand_ins(self._template.render(messages, self._tokens.bos, self._tokens.eos, functions))
-        for special in self._specials:
-            rendered = special.unquoted(rendered)
-        return rendered
+        return self._typed.sub(lambda found: self._contents[int(found[1])][: int(found[2])], rendered)
 
 
 def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:
@@ -405,15 +406,8 @@ def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
-def _begun(text: str, token: str) -> int:
-    """Return how many characters at the end of `text` are the first of `token`."""
-    return next((length for length in range(len(token) - 1, 0, -1) if text.endswith(token[:length])), 0)
-
-
-def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
+def _specials(tokenizer: Tokenizer, image_token: int, nonce: int) -> list[_Special]:
     """Return the special tokens, longest first, so that no token is taken for a part of another."""
-    # Digits only, so that a template may change the case of the user's text.
-    nonce = secrets.randbits(64)
     added = [
         (identity, token)
         for identity, token in tokenizer.get_added_tokens_decoder().items()
