@@ -19,7 +19,7 @@ from sinkprune.calibration.attention import AttentionObserver, observe, text_att
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination
 from sinkprune.calibration.norms import sink_tokens
 from sinkprune.calibration.tasks import Item
-from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.media.picture_warnings import picture_facts
@@ -94,7 +94,7 @@ def test_it_is_what_transformers_attends_to_without_what_was_dropped(
     photo: Image.Image,
 ) -> None:
     torch_model, pipe, (budget, size) = model(name), pipeline(name), CASES[name]
-    image, cuts = photo.resize(size), prune_layers(torch_model.config.text_config.num_hidden_layers)
+    image, cuts = photo.resize(size), read_bundle(bundle(name)).manifest.cut_after
     inputs = reference_inputs(name, checkpoint(name), [image], QUESTION)
     with attentions(torch_model) as weights, torch.no_grad():
         torch_model(**inputs)

@@ -33,7 +33,7 @@ class Machine:
         self.layouts = [*pipeline.family.largest().values()]
         place = Place("", manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 1, "simulated")
         nothing, token = Curve(0.0, 0.0, 0.0), Curve(5.0, 0, 0)
-        segments = (Curve(2.0, 0.1, 0.0),) * len(manifest.segments)
+        segments = tuple(Curve(1.0 * len(layers), 0.05 * len(layers), 0.0) for layers in manifest.segments)
         self.costs = Costs(1, nothing, nothing, nothing, segments, nothing, 30.0, token, (), 0.0, 10**9, place=place)
         self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
         self.seconds, self.history, self.number = 0.0, RequestHistory(), 0

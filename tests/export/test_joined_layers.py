@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +29,15 @@ def tensor(name: str, shape: Sequence[int]) -> Array:
 
 
 def written(folder: Path, form: WeightsName, *, bias: bool, joined: bool, read: ReadTensor = tensor) -> Path:
-    """A graph that gives `q`, `k` and `v` of `x`, from one product or from three."""
+    """A graph that gives `q`, `k` and `v` of `x` beside each other, from one product or from three."""
     graph = WeightedGraph("layers", PRECISIONS["fp32"], load_dialect("opset24"), form_of(form, 32), read)
     x = graph.input("x", [1, "S", INPUTS])
     if joined:
-        outputs = graph.linears(x, "qkv", WIDTHS, INPUTS, bias=bias)
+        y = graph.joined(x, "qkv", WIDTHS, INPUTS, bias=bias)
     else:
-        outputs = [graph.linear(x, name, INPUTS, width, bias=bias) for name, width in WIDTHS.items()]
-    for (name, width), value in zip(WIDTHS.items(), outputs, strict=True):
-        graph.output(f"{name}_out", value, [1, "S", width])
+        parts = [graph.linear(x, name, INPUTS, width, bias=bias) for name, width in WIDTHS.items()]
+        y = graph.op.Concat(*parts, axis=-1)
+    graph.output("y", y, [1, "S", sum(WIDTHS.values())])
     graph.save(folder, "layers.onnx")
     return folder / "layers.onnx"
 
@@ -66,7 +67,9 @@ def test_each_has_the_weights_and_outputs_that_it_has_alone(form: WeightsName, b
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        found.append(session.run([f"{name}_out" for name in WIDTHS], {"x": x}))
-    for together, apart, width in zip(*found, WIDTHS.values(), strict=True):
-        assert together.shape == (1, 5, width)
-        np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-5 * np.abs(apart).max())
+        found.append(session.run(["y"], {"x": x})[0])
+    together, apart = found
+    assert together.shape == (1, 5, sum(WIDTHS.values()))
+    for first, last in pairwise(accumulate(WIDTHS.values(), initial=0)):
+        expected = apart[..., first:last]
+        np.testing.assert_allclose(together[..., first:last], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -52,6 +52,6 @@ def llava(layers: int, width: int) -> dict[str, Any]:
 def test_export_holds_a_fraction_of_a_segment(tmp_path: Path) -> None:
     small = peak_bytes(llava(layers=4, width=64), tmp_path / "small")
     large = peak_bytes(llava(layers=12, width=448), tmp_path / "large")
-    # decoder_3 is layers 7 to 11, 16 d^2 weights each, fp32
+    # decoder_2 is layers 7 to 11, 16 d^2 weights each, fp32
     largest_segment = 5 * 16 * 448**2 * 4
     assert large - small < 0.5 * largest_segment

@@ -63,7 +63,7 @@ def test_a_preset_s_manifest_is_the_one_of_its_bundle(
         ours, theirs = (schedule(manifest, "sinkpruner", budget, layouts) for manifest in (planned, real))
         assert ours.pictures == theirs.pictures
     weights = set(real.graphs) & set(planned.graphs)
-    assert weights >= {"vision", *(f"decoder_{number}" for number in range(4)), real.last_graph}
+    assert weights >= {"vision", *(f"decoder_{number}" for number in range(3)), real.last_graph}
     assert ("modulation" in weights) == bool(real.policy and real.policy.modulates)
     for graph in weights:
         # A file has gaps up to a page before each tensor.

@@ -11,7 +11,7 @@ A family is a `FamilyRow`. It names two classes, which are imported with the fam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -197,6 +197,14 @@ def prune_layers(num_layers: int) -> tuple[int, ...]:
     Raises `BudgetError` for models too shallow to prune three times.
     """
     return scaled_layers((2, 6, 15), num_layers)
+
+
+def decoder_cuts(stages: Iterable[int], num_layers: int) -> tuple[int, ...]:
+    """Return the 0-based layers after which a decoder is split: where `stages` prune, and after the last prune layer.
+
+    The latter ends the first half: to load one graph of nearly all layers takes more memory.
+    """
+    return tuple(sorted({*stages, prune_layers(num_layers)[-1]}))
 
 
 NOMINAL_TOKENS = 10_000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, OTHER_TOWERS, TOWER, Plan, is_tower, prune_layers
+from sinkprune.contract.budgets import BARLESS_TOWER, MERGING_TOWER, OTHER_TOWERS, TOWER, Plan, decoder_cuts, is_tower
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
@@ -83,8 +83,7 @@ def export_bundle(
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         stages = {layer for plan in plans_of_all for layer in plan.select_after}
-        # After all prune layers, whichever of them prune: to load one graph of nearly all layers takes more memory.
-        cut_after = tuple(sorted({*stages, *prune_layers(lm.num_layers)})) if stages else ()
+        cut_after = decoder_cuts(stages, lm.num_layers) if stages else ()
         # The last layers: of a policy's last one only keys and values are exported.
         depth = lm.num_layers
         shallow = [list(export.weight_graphs([range(max(0, depth - layers), depth)])) for layers in (1, 2)]

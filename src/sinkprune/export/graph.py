@@ -150,22 +150,16 @@ class WeightedGraph(Graph):
         """Return `x @ weight.T + bias`, with the matrix in this graph's form."""
         return self._linear(x, name, {name: outputs}, inputs, bias=bias)
 
-    def linears(
-        self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool
-    ) -> Sequence[ir.Value]:
-        """Return `linear` of the same `x` for each of `parts`, names and their outputs.
+    def joined(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
+        """Return `linear` of the same `x` for each of `parts`, names and their outputs, beside each other.
 
-        If this graph's form can join the parts, they are one product with the matrix `name`, which is then split.
-        One large product is faster than several small ones. Each result has the name of its part.
+        If this graph's form can join the parts, they are one product with the matrix `name`: one large product is
+        faster than several small ones.
         """
-        if not self.form.joins(_matrix(name, parts, inputs)):
-            return [self.linear(x, part, inputs, outputs, bias=bias) for part, outputs in parts.items()]
-        y = self._linear(x, name, parts, inputs, bias=bias)
-        split: Sequence[ir.Value] = self.op.Split(y, list(parts.values()), axis=-1, _outputs=len(parts))
-        for value, part in zip(split, parts, strict=True):
-            # Set here, because the builder adds a prefix to the names of outputs.
-            value.name = part
-        return split
+        if self.form.joins(_matrix(name, parts, inputs)):
+            return self._linear(x, name, parts, inputs, bias=bias)
+        each = [self.linear(x, part, inputs, outputs, bias=bias) for part, outputs in parts.items()]
+        return self.op.Concat(*each, axis=-1)
 
     def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
         matrix = _matrix(name, parts, inputs)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from sinkprune.contract.budgets import FAMILIES, NOMINAL_TOKENS, Plan, one_stage, prune_layers
+from sinkprune.contract.budgets import FAMILIES, NOMINAL_TOKENS, Plan, decoder_cuts, one_stage, prune_layers
 from sinkprune.contract.checks import OPTIONAL, Bounds, Width, from_json, unknown_name
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.manifest_file import FileSpec
@@ -83,7 +83,8 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
     """
     lm, budgets = facts.language_model, dict(FAMILIES[facts.family].budgets)
     nominal = facts.visual_tokens or NOMINAL_TOKENS
-    cuts = prune_layers(lm.num_layers)
+    stages = prune_layers(lm.num_layers)[:1]
+    cuts = decoder_cuts(stages, lm.num_layers)
     segments, weights = decoder_segments(cuts, lm.num_layers), facts.weight_bytes
     sizes = {"vision": weights.vision, **({facts.projector: weights.projector} if facts.projector else {})}
     sizes |= {f"decoder_{number}": len(layers) * weights.layer for number, layers in enumerate(segments)}
@@ -92,7 +93,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
     plans = {
         budget: Plan(
             sanitizer="sanitizer",
-            select_after={str(cut): f"select_after_{cut}" for cut in cuts[:1]},
+            select_after={str(cut): f"select_after_{cut}" for cut in stages},
             positions=shares.positions,
             counts=shares.resolve(facts.visual_tokens) if facts.visual_tokens else None,
             shares=None if facts.visual_tokens else shares,

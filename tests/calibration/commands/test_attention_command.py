@@ -68,7 +68,7 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
         assert told["rows"] == seen[0].rows
         assert told["sink_share"]["mean"] == pytest.approx(sum(s.sink_share for s in seen) / 3)
         assert told["salience_alone"]["mean"] == pytest.approx(sum(s.salience_alone for s in seen) / 3)
-        assert told["layers"].keys() == {"1", "2", "4"}
+        assert told["layers"].keys() == {"1", "4"}
         for layer, means in told["layers"].items():
             own = [s.layers[layer] for s in seen]
             for name in ("entropy", "entropy_of_mean", "sink_attention", "sink_share"):

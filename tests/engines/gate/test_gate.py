@@ -30,7 +30,7 @@ from support.references.honest_engines import Honest
 from support.stand_ins import gate_faults as faults
 from support.stand_ins.processor_features import fastest_floats
 
-WITH_WEIGHTS = ("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head")
+WITH_WEIGHTS = ("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "head")
 CHOOSING = tuple(f"sinkpruner/retain-64/{name}" for name in ("sanitizer", "select_after_1"))
 GRAPHS = (*WITH_WEIGHTS, *CHOOSING)
 BUDGET = "prune-80"

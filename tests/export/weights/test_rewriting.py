@@ -54,8 +54,8 @@ def content(path: Path) -> tuple[Counter[str], list[Any], dict[str, Array]]:
 @pytest.mark.parametrize(
     ("name", "precision", "dialect", "graphs", "weights"),
     [
-        ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_3", "head"], "int8"),
-        ("gqa-112", "fp32", "opset24", ["projector", "decoder_0", "decoder_3", "head"], "int4"),
+        ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_2", "head"], "int8"),
+        ("gqa-112", "fp32", "opset24", ["projector", "decoder_0", "decoder_2", "head"], "int4"),
         slow(("gqa-112", "fp16", "opset20", ["vision", "decoder_1"], "int4")),
         ("qwen", "fp32", "opset24", ["vision", "decoder_0"], "int8"),
         slow(("qwen2-vl", "fp32", "opset24", ["vision"], "int8")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from PIL import Image
 
@@ -53,6 +54,26 @@ def test_a_token_writes_its_row_and_nothing_else(budget: str, pipe: Pipeline, ph
         assert array.ctypes.data == address
         changed = np.flatnonzero(np.any(array != content, axis=(0, 1, 3)))
         assert changed.tolist() == [length - 1]
+
+
+def test_a_token_binds_no_cache_again(
+    bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = Pipeline.load(bundle("gqa-112", "fp32", BUDGETS), backend="ort-cpu", check_sums=False)
+    cache = watched(pipe, photo, QUESTION, budget="retain-64", max_new_tokens=1).prefill.cache
+    step(pipe, cache)
+    bind, bound = onnxruntime.IOBinding.bind_input, list[str]()
+
+    def noted(self: Any, name: str, *given: Any) -> None:
+        bound.append(name)
+        bind(self, name, *given)
+
+    monkeypatch.setattr(onnxruntime.IOBinding, "bind_input", noted)
+    step(pipe, cache)
+    assert not bound
+    for _ in range(ROOM):
+        step(pipe, cache)
+    assert sorted(bound) == sorted(name for segment in cache.segments for name in segment.buffers)  # type: ignore[attr-defined]
 
 
 def test_room_is_taken_in_the_midst_of_an_answer_and_keeps_what_was_there(pipe: Pipeline, photo: Image.Image) -> None:

@@ -156,7 +156,7 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     manifest = pipe.bundle.manifest
     planned = {graph for plan in manifest.plans["sinkpruner"].values() for graph in plan.graphs}
     weighted = {*manifest.graphs} - planned
-    assert weighted == {"vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
+    assert weighted == {"vision", "projector", "decoder_0", "decoder_1", "decoder_2", "head"}
 
     before = answer_of(pipe, photo, "none")
     assert sorted(loaded) == sorted(weighted)

@@ -157,17 +157,22 @@ def _projected(
     op, facts, own = graph.op, llama.facts, f"{name}.self_attn"
     counts = {"q": facts.num_heads, "k": facts.num_kv_heads, "v": facts.num_kv_heads}
     widths = {f"{own}.{part}_proj": counts[part] * facts.head_dim for part in which}
-    projected = graph.linears(x, f"{own}.{which}_proj", widths, facts.hidden_size, bias=llama.qkv_bias)
-    found = []
-    for part, y in zip(which, projected, strict=True):
-        y = op.Transpose(op.Reshape(y, [0, 0, counts[part], facts.head_dim]), perm=[0, 2, 1, 3])
-        if part != "v":
-            if llama.head_norms:
-                weight = graph.parameter(f"{own}.{part}_norm.weight", [facts.head_dim])
-                y = graph.dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
-            y = graph.dialect.rotary(op, y, cos, sin)
-        found.append(y)
-    return found
+    y = graph.joined(x, f"{own}.{which}_proj", widths, facts.hidden_size, bias=llama.qkv_bias)
+    sizes = [counts[part] for part in which]
+    y = op.Transpose(op.Reshape(y, [0, 0, sum(sizes), facts.head_dim]), perm=[0, 2, 1, 3])
+    if llama.head_norms:
+        *turned, value = op.Split(y, sizes, axis=1, _outputs=len(sizes))
+        normed = []
+        for part, rows in zip(which, turned, strict=False):
+            weight = graph.parameter(f"{own}.{part}_norm.weight", [facts.head_dim])
+            rows = graph.dialect.rms_norm(op, rows, weight, llama.rms_norm_eps)
+            normed.append(graph.dialect.rotary(op, rows, cos, sin))
+        return [*normed, value]
+    # Queries and keys are rotated in one call: with one row, most of an operator's time is its start.
+    *sizes, last = sizes
+    rows, value = op.Split(y, [sum(sizes), last], axis=1, _outputs=2)
+    rows = graph.dialect.rotary(op, rows, cos, sin)
+    return [*(op.Split(rows, sizes, axis=1, _outputs=len(sizes)) if len(sizes) > 1 else [rows]), value]
 
 
 def gated_mlp(
