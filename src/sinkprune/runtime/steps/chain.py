@@ -66,7 +66,9 @@ class Chain:
 
         self.vision = load(counted("vision"))
         self.projector = load(counted(manifest.projector)) if manifest.projector else None
-        self.decoders = [load_decoder(counted(f"decoder_{segment}")) for segment in range(len(self.segments))]
+        # The last segment, the largest, loads first: a graph takes more memory while it loads than later.
+        last_first = [load_decoder(counted(f"decoder_{segment}")) for segment in reversed(range(len(self.segments)))]
+        self.decoders = last_first[::-1]
         self.last = load(counted(manifest.last_graph))
         """The engine after the decoder: `head`, or `expert` or `action_head` in a policy."""
         self.of_policy = {graph: load(counted(graph)) for graph in manifest.policy_graphs}
