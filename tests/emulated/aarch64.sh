@@ -61,6 +61,5 @@ python=$environment/bin/python
 
 hand_over
 export PYTHONPATH=$checkout/tests PYTHONDONTWRITEBYTECODE=1
-compare_answers "$python"
 "$python" -c 'from sinkprune.entry_points import doctor; raise SystemExit(doctor())' "$folder/pocket"
 run_tests "$python" "$here/tests.txt"

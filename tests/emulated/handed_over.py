@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+# pytest finds these fixtures here, as it does not read conftest.py.
+from conftest import ort_cpu_where_no_backend_is_named, photo_file, pipeline  # noqa: F401
 from sinkprune.contract.bundle import read_bundle
 
 BUNDLES: list[tuple[str, dict[str, Any]]] = [
@@ -26,6 +27,7 @@ BUNDLES: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {}),
 ]
 """A name of `tests/conftest.py` and options of its fixture `bundle`."""
+DEFAULTS = {"precision": "fp32", "dialect": "opset24"}
 
 
 def folder_name(name: str, options: dict[str, Any]) -> str:
@@ -37,35 +39,15 @@ def bundle() -> Callable[..., Path]:
     """A bundle that was handed over. Tests must not write into it."""
 
     def get(
-        name: str,
-        precision: str = "fp32",
-        budgets: tuple[str, ...] = (),
-        dialect: str = "opset24",
-        **options: Any,
+        name: str, precision: str = "fp32", budgets: tuple[str, ...] = (), dialect: str = "opset24", **options: Any
     ) -> Path:
-        if precision != "fp32":
-            options["precision"] = precision
-        if dialect != "opset24":
-            options["dialect"] = dialect
-        folder = Path(os.environ["HANDED_OVER"]) / folder_name(name, options)
+        given = {**options, "precision": precision, "dialect": dialect}
+        changed = {key: value for key, value in given.items() if value != DEFAULTS.get(key)}
+        folder = Path(os.environ["HANDED_OVER"]) / folder_name(name, changed)
         # A bundle with more budgets than the test needs serves as well.
         if not folder.exists() or not set(budgets) <= set(read_bundle(folder).manifest.budgets):
             pytest.skip(f"bundle {folder.name} with budgets {budgets or 'of the family'} was not handed over")
         return folder
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def pipeline(bundle: Callable[..., Path]) -> Callable[..., Pipeline]:
-    """A loaded bundle."""
-    loaded: dict[Path, Pipeline] = {}
-
-    def get(*arguments: Any, **options: Any) -> Pipeline:
-        path = bundle(*arguments, **options)
-        if path not in loaded:
-            loaded[path] = Pipeline.load(path, backend="ort-cpu")
-        return loaded[path]
 
     return get
 
@@ -76,32 +58,19 @@ def photo() -> Image.Image:
     return Image.open(Path(os.environ["HANDED_OVER"]) / "photo.png").convert("RGB")
 
 
-@pytest.fixture(scope="session")
-def photo_file(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The photo as a JPEG."""
-    path = tmp_path_factory.mktemp("photo") / "coffee.jpg"
-    photo.save(path, quality=95)
-    return path
-
-
 def hand_over(folder: Path) -> None:
     """Export the bundles into `folder`, and write the photo."""
     from skimage import data
 
     from sinkprune.export.bundle_writer import export_bundle
     from sinkprune.export.source import ExportRequest
-    from support.models.checkpoints import make_checkpoint
-    from support.models.qwen_checkpoints import make_qwen_checkpoint
-    from support.models.small_models import QWEN_SHAPES, SHAPES
+    from support.models.small_models import make_small_model
 
     for name, options in BUNDLES:
         output, checkpoint = folder / folder_name(name, options), folder / "checkpoints" / name
+        checkpoint.parent.mkdir(exist_ok=True)
         if not checkpoint.exists():
-            checkpoint.mkdir(parents=True)
-            if name in QWEN_SHAPES:
-                make_qwen_checkpoint(checkpoint, QWEN_SHAPES[name])
-            else:
-                make_checkpoint(checkpoint, SHAPES[name])
+            make_small_model(name, checkpoint)
         export_bundle(ExportRequest(str(checkpoint), **options), output)
     Image.fromarray(data.coffee()).save(folder / "photo.png")
 

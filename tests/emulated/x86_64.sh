@@ -22,5 +22,4 @@ printf '%s\n' "$packages" >"$own/libraries.pth"
 
 hand_over
 export PYTHONPATH=$checkout/src:$checkout/tests PYTHONDONTWRITEBYTECODE=1
-compare_answers "$environment/bin/python"
 run_tests "$environment/bin/python" "$here/tests.txt"

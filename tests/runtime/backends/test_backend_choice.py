@@ -22,6 +22,7 @@ from support.references.steps import QUESTION, ask
 
 PAIR = "ort-cpu+openvino"
 BOTH = {"onnxruntime", "openvino"}
+Bundles = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_the_quickest_of_what_is_installed(installed: set[str], expected: str) -
     assert quickest_backend(installed.__contains__) == expected
 
 
-def test_it_runs_and_is_named(bundle: Callable[..., Path], photo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_and_is_named(bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "is_installed", BOTH.__contains__)
     question = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
     assert f" ms in all on {PAIR}; visual tokens" in run("sinkprune-run", *question).stdout
@@ -51,9 +52,7 @@ def test_it_runs_and_is_named(bundle: Callable[..., Path], photo_file: Path, mon
     assert named["backend"] == "ort-cpu"
 
 
-def test_a_library_that_does_not_import_is_an_error(
-    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_does_not_import_is_an_error(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "is_installed", BOTH.__contains__)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(BackendError, match=r"'ort-cpu\+openvino' needs openvino, .* take --backend ort-cpu\.$"):
@@ -61,9 +60,7 @@ def test_a_library_that_does_not_import_is_an_error(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_rows_are_rounded_unless_compute_is_fp32(
-    weights: str, bundle: Callable[..., Path], photo: Image.Image
-) -> None:
+def test_rows_are_rounded_unless_compute_is_fp32(weights: str, bundle: Bundles, photo: Image.Image) -> None:
     root = bundle("gqa-112", weights=weights)
     exact, fast = Pipeline.load(root, compute="fp32"), Pipeline.load(root)
     assert (exact.backend.compute, fast.backend.compute) == (
@@ -79,7 +76,7 @@ def test_rows_are_rounded_unless_compute_is_fp32(
 
 
 def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
-    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+    bundle: Bundles, photo_file: Path, tmp_path: Path
 ) -> None:
     root, engines = bundle("gqa-112", weights="int8"), tmp_path / "engines"
     assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0

@@ -18,12 +18,7 @@ from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_ort_cuda import CudaRig
 from support.stand_ins.fake_tensorrt import rig_of
 
-FAMILIES = {
-    "gqa-112": "retain-64",
-    "next": "retain-160",
-    "qwen": "prune-77.8",
-    "qwen3-vl": "prune-77.8",
-}
+FAMILIES = {"gqa-112": "retain-64", "next": "retain-160", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
 """A small model of each family, and a budget."""
 
 
@@ -54,8 +49,11 @@ def test_the_host_reads_the_first_logits_then_two_numbers_for_each_token(
         for turn in range(3):
             assert_equal(ours, theirs, photo.rotate(turn), budget=budget)
         device.reads.clear()
+        device.calls.clear()
         answer = ours.generate(photo, "What is this?", budget=budget, max_new_tokens=3)
         assert answer.finish == "length"
+        # Nor does the host wait before.
+        assert "synchronize" not in device.calls[: device.calls.index("copy_out")]
         assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)
         assert device.reads[-2:] == [(1, 2)] * 2 and device.reads.count((1, 2)) == 2
 
@@ -78,7 +76,7 @@ def test_a_session_reads_what_it_stores_after_the_first_logits(
         assert answer.reused_rows > 0 or question == "What?"
 
 
-@pytest.mark.parametrize("what", ["tokens", "deepstack"])
+@pytest.mark.parametrize("what", ["norms", "tokens", "deepstack"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_features_that_are_not_finite_are_refused_after_the_first_logits(
     what: str, value: float, model: Callable[..., Any], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
@@ -89,12 +87,14 @@ def test_features_that_are_not_finite_are_refused_after_the_first_logits(
     def broken(inputs: Any) -> Any:
         outputs = vision(inputs)
         features = backend.numpy(outputs[what])
-        features[0, -1, -1] = value
+        # Of DeepStack's rows, the sanitizer drops some unread.
+        features[0, slice(None) if what == "deepstack" else -1] = value
         device.reads.clear()
         return outputs | {what: backend.tensor(features)}
 
     monkeypatch.setattr(ours.chain, "vision", broken)
-    named = {"tokens": "tokens", "deepstack": "DeepStack features"}[what]
-    with pytest.raises(NumericsError, match=f"the vision tower gave {named} that are not finite"):
-        ours.generate(photo, "What is this?", budget="none", max_new_tokens=1)
-    assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)
+    named = {"norms": "norms or salience", "tokens": "tokens", "deepstack": "DeepStack features"}[what]
+    for budget in ("none", FAMILIES["qwen3-vl"]):
+        with pytest.raises(NumericsError, match=f"the vision tower gave {named} that are not finite"):
+            ours.generate(photo, "What is this?", budget=budget, max_new_tokens=1)
+        assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)

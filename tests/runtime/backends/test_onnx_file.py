@@ -1,4 +1,4 @@
-"""ONNX files are checked before they are loaded: they read no other file, and they end."""
+"""ONNX files are checked before they are loaded: they read no other file, and they end. Functions are inlined."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model, checked_weights
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
+from sinkprune.runtime.backends.openvino.graphs import inlined
 from support.models.manifests import file_of
 
 FLOATS = [
@@ -65,16 +66,13 @@ def external(location: str, dims: Sequence[int] = (1,)) -> TensorProto:
     return tensor
 
 
-def packed_weight() -> TensorProto:
-    tensor = external("w.bin")
-    tensor.external_data.add(key="prepacked_0", value="MatMul+1|0;4;0")
-    return tensor
+def call(
+    name: str, inputs: Sequence[str] = ("x",), outputs: Sequence[str] = ("y",), **attributes: int
+) -> onnx.NodeProto:
+    return helper.make_node(name, inputs, outputs, domain="ours", **attributes)
 
 
-def call(name: str) -> onnx.NodeProto:
-    return helper.make_node(name, ["x"], ["y"], domain="ours")
-
-
+NEG = helper.make_node("Neg", ["x"], ["y"])
 # Called in the order of their numbers, each has been counted when the next is.
 CHAIN = [function(f"f{number}", [f"f{number + 1}"] if number < 59 else ["Neg"]) for number in range(60)]
 
@@ -112,12 +110,9 @@ def test_weights_of_every_graph_are_its_own_and_read_as_onnx_reads_them(bundle: 
             "reads a value that is no weight from a file",
         ),
         (model_of([call(f"f{number}") for number in range(60)], CHAIN), "more than 32 deep, or themselves"),
-        (
-            model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin")] * 2),
-            "two weights of one name",
-        ),
-        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("*/_ORT_MEM_ADDR_/*")]), "lies at"),
-        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin", [1] * 100)]), "of type 1"),
+        (model_of([NEG], weights=[external("w.bin")] * 2), "two weights of one name"),
+        (model_of([NEG], weights=[external("*/_ORT_MEM_ADDR_/*")]), "lies at"),
+        (model_of([NEG], weights=[external("w.bin", [1] * 100)]), "of type 1"),
         (b"", "it has no graph"),
         (b"\x3a\xff\xff\xff\xff\x0f", "is no ONNX model"),
     ],
@@ -155,7 +150,7 @@ def test_onnxruntimes_own_format_is_not_read(tmp_path: Path) -> None:
     options.optimized_model_filepath = str(tmp_path / "graph.ort")
     options.add_session_config_entry("session.save_model_format", "ORT")
     providers = ["CPUExecutionProvider"]
-    onnxruntime.InferenceSession(model_of([helper.make_node("Neg", ["x"], ["y"])]), options, providers=providers)
+    onnxruntime.InferenceSession(model_of([NEG]), options, providers=providers)
     data = (tmp_path / "graph.ort").read_bytes()
     onnxruntime.InferenceSession(data, onnxruntime.SessionOptions(), providers=providers)
     with pytest.raises(Exception, match=r"(?i)protobuf|graph"):
@@ -187,7 +182,7 @@ def test_only_listed_files_are_read(location: str, tmp_path: Path) -> None:
 def test_what_a_graph_takes_and_gives_is_compared_with_the_manifest(
     changed: dict[str, tuple[TensorSpec, ...]], said: str, tmp_path: Path
 ) -> None:
-    model = loaded(tmp_path, model_of([helper.make_node("Neg", ["x"], ["y"])]))
+    model = loaded(tmp_path, model_of([NEG]))
     load_backend("ort-cpu").load(model)
     spec = GraphSpec(**{"file": model.name, "inputs": model.spec.inputs, "outputs": model.spec.outputs, **changed})
     with pytest.raises(BackendError, match=said):
@@ -202,3 +197,80 @@ def test_a_graph_that_fails_while_it_runs_is_an_error_with_the_shapes(tmp_path: 
     assert backend.numpy(engine({"x": backend.tensor(np.zeros(7, np.float32))})["y"]).shape == (7,)
     with pytest.raises(BackendError, match=r"graph 'graph' failed in onnxruntime on x \[8\]"):
         engine({"x": backend.tensor(np.zeros(8, np.float32))})
+
+
+X = np.array([[3.0, -1.0, 2.0], [0.5, 4.0, -2.0]], np.float32)
+
+
+def summed(name: str, *, default: int | None = None) -> onnx.FunctionProto:
+    """Sums along the axis `along`, with or without a default."""
+    node = helper.make_node("CumSum", ["v", "axis"], ["sum"])
+    axis = helper.make_node("Constant", [], ["axis"])
+    axis.attribute.add(name="value_int", ref_attr_name="along", type=onnx.AttributeProto.INT)
+    given = {} if default is None else {"attribute_protos": [helper.make_attribute("along", default)]}
+    named = ["along"] if default is None else []
+    return helper.make_function("ours", name, ["v"], ["sum"], [axis, node], OPSETS, attributes=named, **given)
+
+
+def inlinable(nodes: list[onnx.NodeProto]) -> bytes:
+    """A model of the outputs of the last node. `Clipped` may lack its second bound, and calls two others."""
+    inner = [
+        helper.make_node("Clip", ["v", "low", "high"], ["inner"]),
+        call("Rows", ["inner"], ["rows"]),
+        call("Rows", ["rows"], ["twice"], along=0),
+    ]
+    clipped = helper.make_function("ours", "Clipped", ["v", "low", "high"], ["rows", "twice"], inner, OPSETS)
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name]
+        for names in (("x", "low", "high"), nodes[-1].output)
+    )
+    graph = helper.make_graph(nodes, "graph", given, made)
+    functions = [summed("Rows", default=1), summed("Along"), clipped]
+    model = helper.make_model(graph, functions=functions, opset_imports=OPSETS, ir_version=10)
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def computed(data: bytes) -> list[np.ndarray]:
+    ort = import_onnxruntime("ort-cpu")
+    session = ort.InferenceSession(data, session_options(ort), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": X, "low": np.array(-1.5, np.float32), "high": np.array(2.5, np.float32)})
+
+
+CALLS = {
+    "an attribute": [call("Along", along=0)],
+    "its default": [call("Rows")],
+    "calls in calls": [call("Clipped", ["x", "low", "high"], ["y", "z"])],
+    "an input left out at the end": [call("Clipped", ["x", "low"], ["y", "z"])],
+    "an input left out before": [call("Clipped", ["x", "", "high"], ["y", "z"])],
+    "an output left out": [call("Clipped", ["x", "low", "high"], ["", "z"])],
+    "twice, and other nodes between": [
+        call("Along", ["x"], ["inner"], along=1),
+        helper.make_node("Neg", ["inner"], ["sum"]),
+        call("Along", ["sum"], ["y"], along=0),
+    ],
+}
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_an_inlined_graph_computes_what_it_did(calls: str) -> None:
+    data = inlinable(CALLS[calls])
+    without = inlined(data)
+    assert not onnx.load_from_string(without).functions
+    for found, expected in zip(computed(without), computed(data), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_inlined_graphs_of_a_bundle_are_valid_and_small_or_stay_as_they_are(bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("gqa-112"))
+    sanitizers = [graph for graph in opened.manifest.graphs if graph.endswith("sanitizer")]
+    assert sanitizers
+    for graph in ("vision", *sanitizers):
+        loaded = Model.of_bundle(opened, graph)
+        without = inlined(loaded.onnx)
+        assert graph != "vision" or without == loaded.onnx
+        assert len(without) < 2 * len(loaded.onnx)
+        found = onnx.load_from_string(without)
+        assert {node.domain for node in found.graph.node} == {""}
+        if graph != "vision":
+            onnx.checker.check_model(found, full_check=True)

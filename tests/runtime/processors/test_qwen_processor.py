@@ -123,11 +123,12 @@ def test_a_smaller_picture_keeps_its_shape(rows: int, columns: int, share: Share
     assert found[1] == columns or (found[1] + 1) * found[0] > tokens
 
 
+ANY_SIZE = st.tuples(st.integers(1, 150), st.integers(1, 150))
 sides = st.integers(1, 15).map(lambda units: 2 * units)
 
 
 @given(st.integers(1, 3), sides, sides)
-def test_windows_are_those_of_transformers(t: int, h: int, w: int) -> None:
+def test_windows_are_those_of_transformers_and_every_patch_finds_back(t: int, h: int, w: int) -> None:
     units, bounds = get_vision_window_index(
         torch.tensor([[t, h, w]]), spatial_merge_size=2, window_size=112, patch_size=14
     )
@@ -136,18 +137,21 @@ def test_windows_are_those_of_transformers(t: int, h: int, w: int) -> None:
     windows = window_index(Grid(t, h, w), merge=2, side=4)
     assert windows.index.dtype == windows.slot.dtype == np.int64
     assert [sorted(window[window >= 0].tolist()) for window in windows.index] == expected
-
-
-@given(st.integers(1, 3), sides, sides)
-def test_every_patch_finds_back(t: int, h: int, w: int) -> None:
-    windows = window_index(Grid(t, h, w), merge=2, side=4)
     assert windows.index.ravel()[windows.slot].tolist() == list(range(t * h * w))
 
 
-ANY = st.tuples(st.integers(1, 150), st.integers(1, 150))
-
-
-def assert_same_bytes(size: tuple[int, int], resized: tuple[int, int]) -> None:
+@given(ANY_SIZE, ANY_SIZE)
+@example((112, 84), (112, 84))
+@example((100, 61), (100, 84))
+@example((100, 61), (112, 61))
+@example((1, 1), (28, 56))
+# Cameras, and shares too fine for single precision
+@example((640, 480), (644, 476))
+@example((1919, 1081), (616, 336))
+@example((3840, 28), (28, 28))
+@example((28, 9000), (56, 28))
+@of_hypothesis(deadline=None)
+def test_any_size_to_any_other_is_resized_as_by_torchvision(size: tuple[int, int], resized: tuple[int, int]) -> None:
     """Noise, whose edges are as steep as edges can be, against what torchvision calls for uint8 on a CPU."""
     pixels = np.random.default_rng(0).choice(np.array([0, 1, 127, 254, 255], np.uint8), (size[1], size[0], 3))
     tensor = torch.from_numpy(pixels).permute(2, 0, 1)[None]
@@ -155,24 +159,3 @@ def assert_same_bytes(size: tuple[int, int], resized: tuple[int, int]) -> None:
     found = TorchvisionResize(size, resized)(Image.fromarray(pixels))
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected[0].permute(1, 2, 0).numpy())
-
-
-@given(ANY, ANY)
-@example((112, 84), (112, 84))
-@example((100, 61), (100, 84))
-@example((100, 61), (112, 61))
-@example((1, 1), (28, 56))
-@of_hypothesis(deadline=None)
-def test_any_size_to_any_other(size: tuple[int, int], resized: tuple[int, int]) -> None:
-    assert_same_bytes(size, resized)
-
-
-@pytest.mark.parametrize(
-    ("size", "resized"),
-    [((640, 480), (644, 476)), ((1919, 1081), (616, 336)), ((3840, 28), (28, 28)), ((28, 9000), (56, 28))],
-    ids=str,
-)
-def test_sizes_of_cameras_and_shares_too_fine_for_single_precision(
-    size: tuple[int, int], resized: tuple[int, int]
-) -> None:
-    assert_same_bytes(size, resized)

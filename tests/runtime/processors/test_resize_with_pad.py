@@ -66,12 +66,11 @@ def test_the_box_is_where_the_square_lies_on_the_picture(size: tuple[int, int]) 
     """The picture's own corners, in shares of the box, are the corners of the pixels that are not bars."""
     processor = ResizeWithPad(SETTINGS)
     left, top, right, bottom = processor.square_box(size)
-    shares = (-left / (right - left), (size[0] - left) / (right - left))
-    heights = (-top / (bottom - top), (size[1] - top) / (bottom - top))
     white = processor(Image.new("RGB", size, (255, 255, 255)))[0] > 0
-    columns, rows = np.flatnonzero(white.any(axis=0)), np.flatnonzero(white.any(axis=1))
-    np.testing.assert_allclose(np.array(shares) * SIDE, [columns[0], columns[-1] + 1], atol=1e-9)
-    np.testing.assert_allclose(np.array(heights) * SIDE, [rows[0], rows[-1] + 1], atol=1e-9)
+    for axis, length, start, end in ((0, size[0], left, right), (1, size[1], top, bottom)):
+        places = np.flatnonzero(white.any(axis=axis))
+        corners = SIDE * (np.array([0, length]) - start) / (end - start)
+        np.testing.assert_allclose(corners, [places[0], places[-1] + 1], atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [(1, 57), (500, 1), (0, 3)])

@@ -69,13 +69,9 @@ def test_frames_are_answered_as_by_a_queue_of_the_newest(
 
 
 def test_a_camera_sends_as_many_frames_as_fit_into_its_time() -> None:
-    found = {
-        (rate, seconds): frame_clock(rate, seconds).frames
-        for rate, seconds in ((5, 60), (0.1, 1), (29.97, 10), (3, 0.3))
-    }
-    assert found == {(5, 60): 300, (0.1, 1): 1, (29.97, 10): 299, (3, 0.3): 1}
     # In floats 100 * 0.29 is less than 29.
-    assert frame_clock(100, 0.29).frames == 29
+    for rate, seconds, frames in ((5, 60, 300), (0.1, 1, 1), (29.97, 10, 299), (3, 0.3, 1), (100, 0.29, 29)):
+        assert frame_clock(rate, seconds).frames == frames
     with pytest.raises(UsageError, match=r"^rate is 0, expected from 0\.01 to 1000 frames a second\.$"):
         frame_clock(0, 60)
     with pytest.raises(UsageError, match="duration is nan"):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from sinkprune.runtime.power.sensors import Reading, Sensor, integrated, open_se
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 
-NOBODY = 65534
+UNSUPPORTED = "NVMLError_NotSupported"
 RAIL, OTHER_RAIL = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
 
 
@@ -78,12 +75,7 @@ def test_joules_of_a_power_follow_the_trapezoidal_rule() -> None:
 @pytest.mark.parametrize(
     ("lines", "last", "end", "message"),
     [
-        (
-            [boards.WITHOUT_RAILS],
-            None,
-            "",
-            "prints no power rails. Some boards print them for root only: run this command with sudo",
-        ),
+        ([boards.WITHOUT_RAILS], None, "", "prints no power rails. Some boards print them for root only"),
         ([boards.XAVIER], None, "", "prints the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
         ([boards.THOR], 3, "no ina3221.", r"bin/tegrastats' ended with exit code 1: no ina3221\.$"),
         ([boards.THOR], 2, "silence", r"has printed no line for 3 seconds\.$"),
@@ -117,52 +109,47 @@ def test_a_counter_that_stands_still_is_dead(tmp_path: Path, monkeypatch: pytest
         readings(open_sensor("rapl", on_gpu=False, root=tmp_path), 1)
 
 
-@contextmanager
-def open_to_all() -> Iterator[Path]:
-    """Yield a folder that every user can reach. The user is restored after the block."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    user = os.geteuid()
-    try:
-        yield folder
-    finally:
-        os.seteuid(user)
-        shutil.rmtree(folder)
+def test_the_error_for_a_counter_of_root_explains_how_to_read_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Powercap(tmp_path)
+    read_text = Path.read_text
 
+    def refuse(path: Path) -> str:
+        if path.name == "energy_uj":
+            raise PermissionError
+        return read_text(path)
 
-def test_the_error_for_a_counter_of_root_explains_how_to_read_it() -> None:
-    with open_to_all() as folder:
-        for path in Powercap(folder).files():
-            path.chmod(0o400)
-        if os.geteuid() == 0:
-            os.seteuid(NOBODY)
-        else:
-            for path in folder.rglob("energy_uj"):
-                path.chmod(0)
-        with pytest.raises(PowerError) as refused:
-            open_sensor("auto", on_gpu=False, root=folder)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PowerError, match="energy_uj' may not be read: no permission") as refused:
+        open_sensor("auto", on_gpu=False, root=tmp_path)
     assert not isinstance(refused.value, NoSensorError)
-    assert "energy_uj' may not be read: no permission. Run this command with sudo, or " in str(refused.value)
-    assert f"sudo chmod a+r {folder}/sys/class/powercap/intel-rapl:*/energy_uj" in str(refused.value)
+    assert f"sudo chmod a+r {tmp_path}/sys/class/powercap/intel-rapl:*/energy_uj" in str(refused.value)
 
 
-def test_nvml_counts_the_joules_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_pynvml(monkeypatch, tmp_path / "nvml")
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Installs a GPU, and changes what NVIDIA's library answers."""
+    state = install_pynvml(monkeypatch, tmp_path / "nvml")
+
+    def change(**answers: object) -> None:
+        state.write_text(json.dumps(json.loads(state.read_text()) | answers))
+
+    return change
+
+
+def test_nvml_counts_the_joules_of_the_gpu_or_reads_its_power(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Callable[..., None]
+) -> None:
     monkeypatch.setenv("PATH", "")
     Powercap(tmp_path)
     sensor = open_sensor("auto", on_gpu=True, root=tmp_path)
     assert (sensor.name, sensor.measures) == ("nvml", "NVIDIA H100 GPU-0, the board")
-    found = readings(sensor, 5)
-    assert watts(found) == pytest.approx(300, rel=0.05)
-
-
-def test_a_gpu_without_a_counter_is_read_by_its_power(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    state = install_pynvml(monkeypatch, tmp_path / "nvml")
-    told = json.loads(state.read_text()) | {"milliwatts_counted": "NVMLError_NotSupported"}
-    state.write_text(json.dumps(told))
+    assert watts(readings(sensor, 5)) == pytest.approx(300, rel=0.05)
+    answer(milliwatts_counted=UNSUPPORTED)
     sensor = open_sensor("nvml", on_gpu=True)
-    found = readings(sensor, 5)
-    assert watts(found) == pytest.approx(300) and "average over a second" in sensor.measures
+    assert watts(readings(sensor, 5)) == pytest.approx(300) and "average over a second" in sensor.measures
 
 
 @pytest.mark.parametrize(
@@ -170,10 +157,9 @@ def test_a_gpu_without_a_counter_is_read_by_its_power(monkeypatch: pytest.Monkey
     [("GPU-abc,GPU-def", "", "GPU-abc"), ("2,0", "PCI_BUS_ID", "GPU-2"), ("2,0", "", None), ("", "PCI_BUS_ID", None)],
 )
 def test_of_several_gpus_the_one_that_computes_must_be_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, order: str, gpu: str | None
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[..., None], visible: str, order: str, gpu: str | None
 ) -> None:
-    state = install_pynvml(monkeypatch, tmp_path / "nvml")
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"count": 4}))
+    answer(count=4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     if gpu is None:
@@ -189,19 +175,14 @@ def test_of_several_gpus_the_one_that_computes_must_be_known(
         ({"init": "NVMLError_LibraryNotFound"}, "NVIDIA's driver does not answer: NVMLError_LibraryNotFound", True),
         ({"count": 0}, "finds no GPU", True),
         ({"milliwatts_counted": "NVMLError_NoPermission"}, "may not be read: no permission. Run", False),
-        (
-            dict.fromkeys(("milliwatts_counted", "milliwatts"), "NVMLError_NotSupported"),
-            "power cannot be read: NVMLError_NotSupported",
-            False,
-        ),
+        ({"milliwatts_counted": UNSUPPORTED, "milliwatts": UNSUPPORTED}, f"cannot be read: {UNSUPPORTED}", False),
         ({"name": "NVMLError_LibraryNotFound"}, "power cannot be read: NVMLError_LibraryNotFound", False),
     ],
 )
 def test_a_gpu_that_cannot_be_read_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, object], said: str, absent: bool
+    answer: Callable[..., None], answers: dict[str, object], said: str, absent: bool
 ) -> None:
-    state = install_pynvml(monkeypatch, tmp_path / "nvml")
-    state.write_text(json.dumps(json.loads(state.read_text()) | answers))
+    answer(**answers)
     with pytest.raises(PowerError, match=said) as refused:
         open_sensor("nvml", on_gpu=True)
     assert isinstance(refused.value, NoSensorError) == absent
@@ -211,18 +192,15 @@ def test_a_gpu_that_cannot_be_read_is_rejected(
 def test_the_error_without_a_sensor_names_all_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_gpu: bool
 ) -> None:
+    """With a GPU, also a counter that does not cover it."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     if on_gpu:
-        # It does not cover the GPU.
         Powercap(tmp_path)
-    with pytest.raises(NoSensorError, match=r"^no power sensor was found\. Tried tegrastats: there is no ") as none:
+    rapl = "does not cover the GPU" if on_gpu else "there is no RAPL counter of a processor below '.*"
+    tried = f"^no power sensor was found. Tried tegrastats: there is no .*; rapl: {rapl}; nvml: nvidia-ml-py is not"
+    with pytest.raises(NoSensorError, match=tried):
         open_sensor("auto", on_gpu=on_gpu, root=tmp_path)
-    rapl = "does not cover the GPU" if on_gpu else f"there is no RAPL counter of a processor below '{tmp_path}/sys"
-    assert f"; rapl: {rapl}" in str(none.value)
-    assert "; nvml: nvidia-ml-py is not installed. Install it with: pip install --editable '.[nvml]'" in str(
-        none.value
-    )
 
 
 @pytest.mark.parametrize(

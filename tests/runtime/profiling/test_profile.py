@@ -1,30 +1,44 @@
-"""The profile measures budgets and baselines in turn, and counts what it says it counts."""
+"""The profile measures budgets and baselines in turn, counts what it says it counts, and tells joules."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from sinkprune import Answer, Policy, Request, Session, Stream
-from sinkprune.contract.errors import BundleError, PromptError, UsageError
-from sinkprune.contract.report import ProfileReport, Row, in_order_of_rows, profile_rows
+from sinkprune.contract.errors import BundleError, PowerError, PromptError, UsageError
+from sinkprune.contract.report import ProfileReport, in_order_of_rows, profile_rows
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies.profile import PolicyRounds
+from sinkprune.runtime.commands import profile
+from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.hooks import Observer, Rows
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.power.meter import EnergyMeter, Span
+from sinkprune.runtime.power.sensors import Reading, Sensor
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from sinkprune.runtime.steps.answer import OF_TTFT, PARTS
 from support.models.manifests import manifest_data, write_data
-from support.programs.commands import run, without_notes
+from support.programs.commands import run, without_notes, wrote
+from support.stand_ins import power_stand_ins as boards
+from support.stand_ins.power_stand_ins import install_tegrastats
+
+METHODS = ("sinkpruner", "downsample", "downsample-ttft")
+POWER = ("--prompt", "What is this?", "--new-tokens", 3, "--budgets", "retain-64", "--idle", 0.5)
+Bundles = Callable[..., Path]
+Pipelines = Callable[..., Pipeline]
 
 
 def profiled(
@@ -43,9 +57,7 @@ def profiled(
     return rounds.report()
 
 
-def test_budgets_take_turns_and_each_round_starts_with_another(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_budgets_take_turns_and_each_round_starts_with_another(pipeline: Pipelines, photo: Image.Image) -> None:
     order: list[str] = []
     names = ["none", "retain-64", "retain-32"]
     profiled(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
@@ -55,32 +67,27 @@ def test_budgets_take_turns_and_each_round_starts_with_another(
     assert {turn[0] for turn in rounds[1:]} == set(names)
 
 
-def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = profiled(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=3, repeat=1, warmup=2)
-    for budget in report.budgets.values():
-        for spread in budget.ms.values():
-            assert spread is not None
-            assert spread.median == spread.p95
-
-
-def test_stages_are_watched_when_all_engines_have_run(
-    pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+def test_stages_are_watched_when_all_engines_have_run_and_the_warm_up_is_not_counted(
+    pipeline: Pipelines, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched, generate = list[bool](), Pipeline.generate
+    watched, answers, generate = list[bool](), list[Answer](), Pipeline.generate
 
     def noting(self: Pipeline, *arguments: Any, observer: Any, **options: Any) -> Answer:
         watched.append(observer.watching)
-        return generate(self, *arguments, observer=observer, **options)
+        answers.append(generate(self, *arguments, observer=observer, **options))
+        return answers[-1]
 
     monkeypatch.setattr(Pipeline, "generate", noting)
     report = profiled(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=2, repeat=2, warmup=1)
     assert watched == [False] * 2 + [True] * 2 + [False] * 2
     assert all(budget.stage_peak_rss_bytes for budget in report.budgets.values())
+    counted = [answer.ms["ttft"] for answer in answers[2:] if answer.budget == "retain-64"]
+    assert report.budgets["retain-64"].ms["ttft"].median == pytest.approx(sum(counted) / 2)
 
 
 @pytest.mark.parametrize("prompt", ["What?", ["First:", "And second:", "What?"]])
 def test_warm_runs_reuse_the_pictures_of_a_question_before(
-    prompt: str | list[str], pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+    prompt: str | list[str], pipeline: Pipelines, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[str, int, int]] = []
     answer = Pipeline.answer
@@ -90,8 +97,8 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
         found.append((request.texts[-1], stream.rest().reused_towers, request.max_new_tokens))
         return stream
 
-    pictures = photo if isinstance(prompt, str) else [photo, photo.rotate(90)]
-    count = len(pictures) if isinstance(pictures, list) else 1
+    pictures = [photo] if isinstance(prompt, str) else [photo, photo.rotate(90)]
+    count = len(pictures)
     pipe = pipeline("gqa-112", "fp32", max_images=count)
     monkeypatch.setattr(Pipeline, "answer", recorded)
     report = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, new_session=Session)
@@ -102,7 +109,7 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
     assert alone.budgets["retain-64"].warm_ttft_ms is None
 
 
-def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_nonsense_repetitions_are_refused(pipeline: Pipelines, photo: Image.Image) -> None:
     with pytest.raises(UsageError, match=r"^repeat is 0, expected a whole number from 1 to 100000\.$"):
         profiled(pipeline("gqa-112"), photo, "What?", [], repeat=0)
     with pytest.raises(UsageError, match=r"^warmup is -1, expected a whole number from 0 to 100000\.$"):
@@ -111,9 +118,7 @@ def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], pho
         profiled(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
 
 
-def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(pipeline: Pipelines, photo: Image.Image) -> None:
     answer = pipeline("gqa-112").generate(photo, "What?", budget="retain-64", max_new_tokens=2)
     parts = [answer.ms[part] for part in OF_TTFT]
     assert all(part is not None and part > 0 for part in parts)
@@ -122,7 +127,7 @@ def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(
 
 
 def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
+    pipeline: Pipelines, photo: Image.Image
 ) -> None:
     pipe, ran = pipeline("gqa-112"), list[str]()
     positions = pipe.bundle.manifest.language_model.max_positions
@@ -140,38 +145,30 @@ def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
 
 @pytest.mark.parametrize("complete", [0, 2])
 def test_an_interrupted_command_reports_the_complete_rounds(
-    complete: int, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: int, bundle: Bundles, photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
 ) -> None:
     # Two budgets, a round of warm-up, and one run of the next round.
-    left, generate = iter(range(2 * (1 + complete) + 1)), Pipeline.generate
-
-    def interrupted(*arguments: Any, **options: Any) -> Answer:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return generate(*arguments, **options)
-
-    photo.save(tmp_path / "photo.png")
-    monkeypatch.setattr(Pipeline, "generate", interrupted)
-    options = ("--budgets", "retain-64", "--repeat", 4, "--new-tokens", 2, "--json", tmp_path / "x.json")
-    outcome = run(
-        "sinkprune-profile", bundle("gqa-112"), "--image", tmp_path / "photo.png", "--prompt", "What?", *options
-    )
+    interrupt_after(2 * (1 + complete) + 1)
+    report_file = tmp_path / "x.json"
+    options = ("--budgets", "retain-64", "--repeat", 4, "--new-tokens", 2, "--json", report_file)
+    outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, "--prompt", "What?", *options)
     assert outcome.code == 130
-    if complete:
-        assert outcome.stderr.endswith("interrupted; the report counts 2 of 4 rounds.\n")
-        report = json.loads((tmp_path / "x.json").read_text())
-        # The photo is 600x400.
-        assert (report["repeat"], report["seen_share"]) == (2, [pytest.approx(2 / 3, abs=0.01)])
-        assert "median (95th percentile) of 2 interleaved runs" in outcome.stdout
-        assert report["interrupted"] == "the report counts 2 of 4 rounds."
-    else:
+    if not complete:
         assert without_notes(outcome.stderr) == "interrupted; no whole round was measured, so nothing was kept.\n"
-        assert not (tmp_path / "x.json").exists()
+        assert not report_file.exists()
+        return
+    said = "the report counts 2 of 4 rounds."
+    assert outcome.stderr.endswith(f"interrupted; {said}\n")
+    report = json.loads(report_file.read_text())
+    # The photo is 600x400.
+    assert (report["repeat"], report["seen_share"]) == (2, [pytest.approx(2 / 3, abs=0.01)])
+    assert "median (95th percentile) of 2 interleaved runs" in outcome.stdout
+    assert report["interrupted"] == said
 
 
 @pytest.mark.parametrize("told", [0, 5, 8])
 def test_a_stage_that_keeps_others_than_told_is_refused(
-    told: int, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+    told: int, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "bundle"))
     data = manifest_data(root)
@@ -183,50 +180,25 @@ def test_a_stage_that_keeps_others_than_told_is_refused(
         Pipeline.load(root).generate(photo, "What is this?", budget="retain-64", max_new_tokens=1)
 
 
-STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
-METHODS = ("sinkpruner", "downsample", "downsample-ttft")
-
-
-@pytest.fixture(scope="module")
-def exported(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def export(checkpoint: Path, output: Path, methods: tuple[str, ...], budgets: tuple[str, ...], images: int) -> Path:
     """A bundle of SinkPruner and of smaller pictures."""
-
-    def export(name: str, methods: tuple[str, ...], budgets: tuple[str, ...], images: int = 1) -> Path:
-        output = tmp_path_factory.mktemp("baselines") / name
-        export_bundle(
-            ExportRequest(str(checkpoint(name)), budgets=budgets, methods=methods, max_images=images), output
-        )
-        return output
-
-    return export
-
-
-@pytest.fixture(scope="module")
-def varied(exported: Callable[..., Path]) -> Path:
-    """The bundle of a model of any resolution."""
-    return exported("qwen3-vl", METHODS, ("prune-66.7", "prune-88.9"))
+    export_bundle(ExportRequest(str(checkpoint), budgets=budgets, methods=methods, max_images=images), output)
+    return output
 
 
 def test_rows_are_the_unpruned_engines_then_baselines_then_the_method() -> None:
     plans = {"fastv": {"a", "b"}, "downsample-ttft": {"a"}, "downsample": {"a", "b", "c"}}
-    assert profile_rows(plans, "fastv", ["b", "none", "a", "b"]) == [
-        Row("fastv", "none"),
-        Row("downsample", "b"),
-        Row("downsample", "a"),
-        Row("downsample-ttft", "a"),
-        Row("fastv", "b"),
-        Row("fastv", "a"),
-    ]
-    assert profile_rows(plans, "downsample-ttft", ["a"]) == [
-        Row("downsample-ttft", "none"),
-        Row("downsample-ttft", "a"),
-    ]
-    assert profile_rows({"fastv": {"a"}}, "fastv", ["none"]) == [Row("fastv", "none")]
+    rows = ["fastv none", "downsample b", "downsample a", "downsample-ttft a", "fastv b", "fastv a"]
+    assert [" ".join(row) for row in profile_rows(plans, "fastv", ["b", "none", "a", "b"])] == rows
+    assert [row.method for row in profile_rows(plans, "downsample-ttft", ["a"])] == ["downsample-ttft"] * 2
     assert in_order_of_rows(["random", "downsample-ttft", "a"]) == ["downsample-ttft", "random", "a"]
 
 
-def test_baselines_run_in_the_same_rounds(varied: Path, photo: Image.Image) -> None:
-    pipe, order = Pipeline.load(varied), list[str]()
+def test_baselines_run_in_the_same_rounds(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    root = export(checkpoint("qwen3-vl"), tmp_path / "bundle", METHODS, ("prune-88.9",), 1)
+    pipe, order = Pipeline.load(root), list[str]()
     options = {"method": "sinkpruner", "new_tokens": 2, "new_session": Session}
     rounds = ProfileRounds(pipe, photo, "What?", ["prune-88.9"], **options)
     rounds.measure(2, 0, order.append)
@@ -247,11 +219,108 @@ def test_baselines_run_in_the_same_rounds(varied: Path, photo: Image.Image) -> N
     assert plot_report(report, ".png").startswith(b"\x89PNG")
 
 
-def test_a_policy_s_baseline_runs_at_each_number_of_steps(exported: Callable[..., Path], photo: Image.Image) -> None:
-    policy = Policy.load(exported("pi0", METHODS[:2], ("prune-77.8",), 2))
-    rounds = PolicyRounds(policy, [photo, None], "go", STATE, ["prune-77.8"], [3, 2], method="sinkpruner")
+def test_a_policy_s_baseline_runs_at_each_number_of_steps(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    policy = Policy.load(export(checkpoint("pi0"), tmp_path / "bundle", METHODS[:2], ("prune-77.8",), 2))
+    rounds = PolicyRounds(
+        policy, [photo, None], "go", (0.5, 0.1, -0.2, 0.3, 0.4), ["prune-77.8"], [3, 2], method="sinkpruner"
+    )
     rounds.measure(1, 0, lambda _: None)
     report = rounds.report()
     assert (rounds.kinds, list(report.rows())) == (6, ["none", "downsample prune-77.8", "prune-77.8"])
     smaller = report.baselines["downsample"]["prune-77.8"]
     assert list(smaller.chunks) == ["3", "2"] and len(set(smaller.tokens_per_layer)) == 1
+
+
+def test_joules_are_told_for_every_budget(
+    bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.AGX_ORIN])
+    report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
+    ask = ("--image", photo_file, *POWER, "--repeat", 2, "--power", "--json", report_file, "--plot", plot)
+    outcome = run("sinkprune-profile", bundle("mha-336"), *ask)
+    assert outcome.code == 0, outcome.stderr
+    watts, report = 3.150 + 14.312 + 4.968, json.loads(report_file.read_text())
+    power = report["power"]
+    assert (power["sensor"], power["failure"]) == ("tegrastats", None)
+    assert 80 < power["period_ms"] < 250 and power["longest_gap_ms"] >= power["period_ms"]
+    assert power["idle_watts"] == pytest.approx(watts)
+    for budget in report["budgets"].values():
+        energy, latency = budget["energy"], budget["ms"]["latency"]["median"] / 1e3
+        assert (energy["runs"], energy["left_out"]) == (2, 0)
+        assert energy["watts"] == pytest.approx(watts) and energy["joules"] == pytest.approx(0, abs=1e-6)
+        assert energy["joules_with_idle"] == pytest.approx(watts * latency, rel=0.3)
+    assert "J an answer, 22.43 W meanwhile" in outcome.stdout and "22.43 W when idle subtracted" in outcome.stdout
+    with Image.open(plot) as drawn:
+        assert drawn.width > 800
+
+
+READINGS = [Reading(0.05 * number, 0.4 * number + 0.01 * number**2) for number in range(80)]
+"""Of almost four seconds."""
+
+
+def metered(readings: list[Reading]) -> EnergyMeter:
+    """A meter of a sensor that has died after these readings; 3 W are idle power."""
+
+    def read() -> Generator[Reading]:
+        yield from readings
+        raise PowerError("dead")
+
+    meter = EnergyMeter(Sensor("rapl", "a stand-in", read))
+    while meter.failure is None:
+        time.sleep(0.001)
+    meter.idle_watts = 3.0
+    return meter
+
+
+def test_joules_of_answers_are_those_of_the_readings() -> None:
+    answers = [Span(0.51, 1.234), Span(1.3, 1.9), Span(2.0, 2.001)]
+    energy = metered(READINGS).budget_energy(answers)
+    assert energy is not None and (energy.runs, energy.left_out) == (3, 0)
+    moments, joules = zip(*READINGS, strict=True)
+    gross = [float(np.diff(np.interp([span.start, span.end], moments, joules))[0]) for span in answers]
+    net = [used - 3 * (span.end - span.start) for used, span in zip(gross, answers, strict=True)]
+    assert energy.joules_with_idle == pytest.approx(statistics.fmean(gross))
+    assert energy.joules == pytest.approx(statistics.fmean(net))
+    assert energy.deviation == pytest.approx(statistics.stdev(net))
+    assert energy.watts == pytest.approx(sum(gross) / sum(span.end - span.start for span in answers))
+    assert not energy.estimated
+
+
+def test_answers_without_readings_are_left_out() -> None:
+    late, never, gap = Span(3.5, 5.0), Span(20, 21), [one for one in READINGS if not 1.2 < one.seconds < 2.4]
+    for readings, answers, left_out in (
+        (READINGS, [Span(1, 1.5), late, never], 2),
+        (gap, [Span(1, 2), Span(2.5, 3)], 1),
+    ):
+        energy = metered(readings).budget_energy(answers)
+        assert energy is not None and (energy.runs, energy.left_out) == (1, left_out)
+    assert metered(READINGS).budget_energy([late]) is None
+
+
+def test_a_sensor_that_dies_is_told_and_the_times_are_kept(
+    bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.ORIN_NANO], last=10, end="i2c error")
+    report_file = tmp_path / "profile.json"
+    ask = ("--image", photo_file, *POWER, "--repeat", 12, "--power", "tegrastats", "--json", report_file)
+    outcome = run("sinkprune-profile", bundle("mha-336"), *ask)
+    assert outcome.code == 2
+    said = without_notes(outcome.stderr)
+    assert said.startswith(f"{wrote(report_file)}error: ") and said.count("\n") == 2
+    assert "ended with exit code 1: i2c error. Times are whole; joules are missing from then on." in outcome.stderr
+    report = json.loads(report_file.read_text())
+    assert "i2c error" in report["power"]["failure"]
+    for budget in report["budgets"].values():
+        assert budget["ms"]["latency"]["median"] > 0
+        assert budget["energy"] is None or budget["energy"]["left_out"] > 0
+    assert "retain-64" in outcome.stdout
+
+
+def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[bool] = []
+    monkeypatch.setattr(profile, "open_sensor", lambda name, *, on_gpu: wanted.append(on_gpu))
+    for backend in ("tensorrt", "ort-cpu"):
+        profile.wanted_sensor(Options(power="auto", idle=None), backend)
+    assert wanted == [True, False]

@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 import pytest
 from PIL import Image
 
-from sinkprune import Answer
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.power.sensors import read_conditions
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from support.programs.commands import assert_refused, run, without_notes
 from support.stand_ins import power_stand_ins as boards
-from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
+from support.stand_ins.power_stand_ins import install_tegrastats
 
-ASK = ("--prompt", "What is this?", "--new-tokens", 2)
+ASK = ("--prompt", "What is this?", "--new-tokens", 2, "--budgets", "none,retain-64")
 
 
 @pytest.fixture
@@ -54,15 +52,24 @@ def test_conditions_are_what_the_system_tells(machine: Path) -> None:
 def test_budgets_follow_each_other_at_the_rate(
     pipeline: Callable[..., Pipeline], photo: Image.Image, machine: Path
 ) -> None:
+    class Told(list[list[Image.Image]]):
+        asked: ClassVar[list[int]] = []
+
+        def __getitem__(self, place: Any) -> Any:
+            self.asked.append(place)
+            return super().__getitem__(place)
+
     shown: list[tuple[str, int]] = []
-    other = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    run = RateRun(
-        *(pipeline("gqa-112"), [[photo], [other]], "What?", ["none", "retain-64"], frame_clock(20, 0.5)),
-        new_tokens=2,
-        root=machine,
-    )
+    pictures, budgets = Told([[photo], [photo.rotate(90)]]), ["none", "retain-64"]
+    run = RateRun(pipeline("gqa-112"), pictures, "What?", budgets, frame_clock(20, 0.5), new_tokens=2, root=machine)
+    pictures.asked.clear()
     report = run.measure(on_frames=lambda budget, frames: shown.append((budget, frames)))
+    # One for the warm-up, then each frame's
+    answered = [budget.answered_frames for budget in report.rates.values()]
+    assert pictures.asked == [place for frames in answered for place in (0, *(frame % 2 for frame in frames))]
     assert (report.rate_hz, report.duration_s, report.pictures) == (20, 0.5, 2)
+    # The photo is 600x400, and the model sees a square of it.
+    assert report.seen_share == pytest.approx(2 / 3, abs=0.01)
     assert list(report.rates) == ["none", "retain-64"]
     for name, budget in report.rates.items():
         assert budget.frames == 10 == budget.answered + budget.missed
@@ -84,25 +91,15 @@ def test_budgets_follow_each_other_at_the_rate(
 
 @pytest.mark.parametrize("complete", [0, 12])
 def test_an_interrupted_command_reports_the_answers_so_far(
-    complete: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
 ) -> None:
     # A warm-up of each budget, and ten frames of the first.
-    left, generate = iter(range(complete + 1)), Pipeline.generate
-
-    def interrupted(*arguments: Any, **options: Any) -> Answer:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(Pipeline, "generate", interrupted)
-    options = (
-        *("--rate", 5, "--duration", 2, "--budgets", "none,retain-64"),
-        *("--warmup-rounds", 1, "--json", tmp_path / "x.json"),
-    )
-    (tmp_path / "x.json").write_text("precious")
+    interrupt_after(complete + 1)
+    written, moved = tmp_path / "x.json", tmp_path / "x.interrupted.json"
+    written.write_text("precious")
+    options = ("--rate", 5, "--duration", 2, "--warmup-rounds", 1, "--json", written)
     outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options)
-    assert outcome.code == 130 and (tmp_path / "x.json").read_text() == "precious"
-    moved = tmp_path / "x.interrupted.json"
+    assert outcome.code == 130 and written.read_text() == "precious"
     if not complete:
         assert without_notes(outcome.stderr) == "interrupted; no whole answer was measured, so nothing was kept.\n"
         assert not moved.exists()
@@ -117,44 +114,6 @@ def test_an_interrupted_command_reports_the_answers_so_far(
     assert none["seconds"] >= 2 and 0 < pruned["seconds"] < 1
     ran = f"5 frames a second for {round(pruned['seconds'], 1):g} to 2 s; milliseconds"
     assert ran in outcome.stdout
-
-
-def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    class Told(list[Image.Image]):
-        asked: ClassVar[list[int]] = []
-
-        def __getitem__(self, place: Any) -> Any:
-            self.asked.append(place)
-            return super().__getitem__(place)
-
-    pictures = Told([photo] * 3)
-    run = RateRun(pipeline("gqa-112"), pictures, "What?", ["none"], frame_clock(10, 0.7), new_tokens=1)
-    pictures.asked.clear()
-    report = run.measure(warmup=2)
-    answered = report.rates["none"].answered_frames
-    assert pictures.asked == [0, 1, *(frame % 3 for frame in answered)]
-
-
-def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    power = SteadyPower(watts=11)
-    with measuring(power.sensor, 0.5) as meter:
-        power.set_to(watts=33)
-        # Waits for a reading: between two, energy is interpolated.
-        meter.wait_for_reading()
-        pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
-        report = RateRun(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter).measure()
-    # The model sees a square of the photo.
-    assert report.seen_share == pytest.approx(400 / 600, abs=0.01)
-    assert report.power is not None and report.power.sensor == "rapl"
-    assert report.power.idle_watts == pytest.approx(11)
-    budget = report.rates["retain-64"]
-    assert budget.energy is not None
-    assert budget.energy.watts == pytest.approx(33)
-    assert budget.energy.joules_per_frame_with_idle == pytest.approx(
-        budget.energy.watts * budget.seconds / budget.answered
-    )
-    idle = report.power.idle_watts * budget.seconds / budget.answered
-    assert budget.energy.joules_per_frame == pytest.approx(budget.energy.joules_per_frame_with_idle - idle)
 
 
 @pytest.fixture
@@ -173,42 +132,36 @@ def test_the_command_writes_and_draws_a_rate(
 ) -> None:
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR, boards.THOR_IDLE])
     report_file, plot = tmp_path / "rate.json", tmp_path / "rate.png"
-    outcome = run(
-        *("sinkprune-profile", bundle("gqa-112"), "--frames", frames, *ASK, "--budgets", "none,retain-64"),
-        *("--rate", 10, "--duration", 1, "--power", "--idle", 1, "--json", report_file, "--plot", plot),
-    )
+    options = ("--rate", 10, "--duration", 1, "--power", "--idle", 1, "--json", report_file, "--plot", plot)
+    outcome = run("sinkprune-profile", bundle("gqa-112"), "--frames", frames, *ASK, *options)
     assert outcome.code == 0, outcome.stderr
-    rows = [line.split() for line in outcome.stdout.splitlines()]
-    assert next(row for row in rows if row[:1] == ["budget"])[3:8] == ["missed", "p50", "p95", "p99", "max"]
     assert "Of fewer than 20 answers, p95 and p99 are close to the slowest." in outcome.stdout
     assert "joules by tegrastats (VIN of this board), a reading every " in outcome.stdout
     report = json.loads(report_file.read_text())
-    assert report["pictures"] == 3
-    assert report["seen_share"] == 1
+    assert (report["pictures"], report["seen_share"]) == (3, 1)
     for budget in report["rates"].values():
         assert budget["frames"] == 10
-        energy = budget["energy"]
+        energy, seconds = budget["energy"], budget["seconds"] / budget["answered"]
         # Readings more than a second apart, as on a busy machine, give no joules.
-        assert energy is not None or report["power"]["longest_gap_ms"] > 1000
-        if energy is not None:
+        assert energy or report["power"]["longest_gap_ms"] > 1000
+        if energy:
             assert energy["watts"] == pytest.approx(27.8, abs=0.6)
-            assert abs(energy["joules_per_frame"]) < 0.2 * energy["joules_per_frame_with_idle"]
+            assert energy["joules_per_frame_with_idle"] == pytest.approx(energy["watts"] * seconds)
+            idle = report["power"]["idle_watts"] * seconds
+            assert energy["joules_per_frame"] == pytest.approx(energy["joules_per_frame_with_idle"] - idle, abs=1e-6)
     with Image.open(plot) as drawn:
         assert drawn.width > 800
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_options_that_mean_nothing_are_refused(
+    bundle: Callable[..., Path], photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    for given, said in (
         (("--rate", 5, "--repeat", 3), "--repeat counts rounds, and --rate goes by time"),
         (("--rate", 5, "--warm"), "--warm asks twice about a picture, and --rate shows each once"),
         (("--duration", 3), "--duration is for frames at a steady rate. Add --rate, or leave it out."),
         (("--rate", 5, "--power", "tegrastats"), "there is no 'tegrastats' in PATH"),
         (("--idle", "0.1"), "--idle is 0.1, expected from 0.5 to 3600 seconds."),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(
-    bundle: Callable[..., Path], photo_file: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], said: str
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert_refused(run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *given), said)
+    ):
+        assert_refused(run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *given), said)

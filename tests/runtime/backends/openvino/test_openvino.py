@@ -1,4 +1,7 @@
-"""Backend openvino against ort-cpu: the same kept sets and logits in fp32, and what its faster types change."""
+"""Backends on openvino against ort-cpu: the same kept sets and logits in fp32, and what faster types change.
+
+Tests of openvino-gpu need a GPU of Intel, or its stand-in.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import openvino
+import openvino.properties.device
 import pytest
 from onnx.reference import ReferenceEvaluator
 from PIL import Image
@@ -18,58 +24,120 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.child_processes import python_command
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.memory import available_bytes
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.known import COMPUTES, Compute
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino.backend import Cpu, OpenVinoBackend
+from sinkprune.runtime.backends.openvino.backend import Cpu, Gpu, OpenVinoBackend
+from sinkprune.runtime.steps.decoding import decode_one_token
 from sinkprune.runtime.system import trim_heap
+from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES
+from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
-from support.references.same_answers import assert_alike, assert_equal, options_of
+from support.references.same_answers import (
+    QUESTION,
+    asked,
+    assert_alike,
+    assert_equal,
+    assert_equal_at_both_ends,
+    options_of,
+)
+from support.references.steps import watched
 from support.stand_ins.processor_features import computes_in_bf16, fastest_floats
+
+NAMES = [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES]
+GPU, BOTH, PREFILL = "openvino-gpu", "ort-cpu+openvino", "ort-cpu+openvino-prefill"
+
+
+class CoreStandIn:
+    """What openvino says of a device: a processor without bf16, or a GPU of a `kind`."""
+
+    available_devices = ("CPU",)
+
+    def __init__(self, name: str | None = None, kind: str = "INTEGRATED") -> None:
+        """Without a name there is none."""
+        self.name = name
+        self.told: dict[tuple[str, str], Any] = {
+            ("CPU", "OPTIMIZATION_CAPABILITIES"): ["FP32", "INT8"],
+            ("CPU", "FULL_DEVICE_NAME"): name,
+            ("GPU", "FULL_DEVICE_NAME"): name,
+            ("GPU", "DEVICE_TYPE"): getattr(openvino.properties.device.Type, kind),
+        }
+
+    def get_property(self, device: str, name: str) -> Any:
+        if self.name is None:
+            raise RuntimeError("Cannot load library libopenvino_intel_gpu_plugin.so: libOpenCL.so.1")
+        return self.told[device, name]
+
+
+@pytest.fixture(autouse=True)
+def parted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stand-in of a GPU attention is not one kernel: that of fp16 comes to no end there."""
+    if "INTEL_GPU_STAND_IN" in os.environ:
+        asked_for = Gpu.properties
+        parted = {"GPU_ENABLE_SDPA_OPTIMIZATION": False}
+        monkeypatch.setattr(Gpu, "properties", lambda *args, **options: asked_for(*args, **options) | parted)
 
 
 @pytest.mark.parametrize(
-    "name",
-    # The others have the same operators, at other sizes.
-    slow_except({"gqa-112"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES, *INTERNVL_SHAPES)),
+    ("backend", "name"),
+    [
+        # The others have the same operators, at other sizes.
+        *slow_except({("openvino", "gqa-112")}, product(["openvino"], [*NAMES, *INTERNVL_SHAPES])),
+        *(pytest.param(GPU, name, marks=pytest.mark.intel_gpu) for name in NAMES),
+        *product([BOTH], ["gqa-112 of opset20", "qwen"]),
+        *product([BOTH, PREFILL], ["gqa-112", "next", "qwen3-vl", "internvl", "paligemma"]),
+    ],
 )
 def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
-    name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+    backend: str, name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend="openvino", compute="fp32")
+    name, _, dialect = name.partition(" of ")
+    options = {"dialect": dialect} if dialect else {}
+    theirs, ours = pipeline(name, **options), Pipeline.load(bundle(name, **options), backend=backend, compute="fp32")
     budgets = list(theirs.bundle.manifest.budgets)
     # Of the budgets between, graphs differ from these in numbers alone.
-    for budget in ("none", *(budgets if name == "gqa-112" else budgets[-1:])):
+    for budget in ("none", *(budgets if (backend, name) == ("openvino", "gqa-112") else budgets[-1:])):
         assert_equal(ours, theirs, photo, budget=budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "budgets"),
-    [
-        pytest.param("gqa-112", ("retain-192+compact",), marks=pytest.mark.slow),
-        pytest.param("gqa-112", ("retain-64",), marks=pytest.mark.slow),
-        pytest.param("qwen3-vl", ("prune-66.7",), marks=pytest.mark.slow),
-    ],
+    ("name", "budget"), [("gqa-112", "retain-192+compact"), ("gqa-112", "retain-64"), ("qwen3-vl", "prune-66.7")]
 )
 def test_every_method_keeps_the_same(
-    name: str, budgets: tuple[str, ...], checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+    name: str, budget: str, checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     """With options that change a plan's graphs, and the functions that they call."""
     # On this small decoder some methods reach large budgets only.
-    methods = tuple(one for one in METHODS if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL)
-    request = ExportRequest(str(checkpoint(name)), budgets, methods)
-    export_bundle(request, tmp_path / "bundle")
+    methods = tuple(one for one in METHODS if budget != "retain-64" or one not in CANNOT_REACH_ALL)
+    export_bundle(ExportRequest(str(checkpoint(name)), (budget,), methods), tmp_path / "bundle")
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
     for method, plans in theirs.bundle.manifest.plans.items():
         for budget in plans:
             assert_equal(ours, theirs, photo, method=method, budget=budget)
+
+
+@pytest.mark.parametrize("merge", slow_except({3}, [3, 5]))
+def test_other_numbers_of_patches_join_to_a_token(merge: int, photo: Image.Image, tmp_path: Path) -> None:
+    """Other ones than in published towers."""
+    shape = QwenShape(depth=2, full_attention_blocks=(1,), merge_size=merge, most_tokens=30)
+    checkpoint = make_qwen_checkpoint(tmp_path / "checkpoint", shape)
+    export_bundle(ExportRequest(str(checkpoint), budgets=("prune-66.7",)), tmp_path / "bundle")
+    theirs = Pipeline.load(tmp_path / "bundle")
+    ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
+    assert ours.bundle.manifest.vision.patches_per_token == merge**2
+    assert_equal_at_both_ends(ours, theirs, photo)
+    if merge == 3:
+        run("sinkprune-build", tmp_path / "bundle", "-o", tmp_path / "engines", "--target", "openvino")
+        assert_equal(Pipeline.load(tmp_path / "engines", compute="fp32"), theirs, photo, budget="prune-66.7")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
@@ -128,19 +196,53 @@ def test_what_faster_types_change_is_little(
 
 
 def test_a_processor_without_bf16_computes_in_fp32_and_rejects_bf16() -> None:
-    class CoreStandIn:
-        def get_property(self, device: str, name: str) -> object:
-            return {"OPTIMIZATION_CAPABILITIES": ["FP32", "INT8"], "FULL_DEVICE_NAME": "an old one"}[name]
-
-    assert Cpu(CoreStandIn(), "openvino", None, "fastest").cache == "fp32"
+    old = CoreStandIn("an old one")
+    assert Cpu(old, "openvino", None, "fastest").cache == "fp32"
     with pytest.raises(BackendError, match=r"this processor lacks: an old one\. Leave --compute out"):
-        Cpu(CoreStandIn(), "openvino", None, "bf16")
+        Cpu(old, "openvino", None, "bf16")
 
 
-def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
-    root = bundle("gqa-112", budgets=("retain-64",), dialect="opset20")
-    with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
-        Pipeline.load(root, backend="openvino")
+def test_without_such_a_gpu_the_error_names_what_to_install() -> None:
+    with pytest.raises(BackendError, match=r"finds none here, only CPU\. Install .* intel-opencl-icd"):
+        Gpu(CoreStandIn(), GPU, None, "fastest")
+
+
+def test_selection_is_in_fp32_and_all_else_in_fp16_unless_fp32_is_chosen() -> None:
+    asked_for: dict[tuple[str, bool], Any] = {
+        (compute, weights): Gpu(CoreStandIn("Arc"), GPU, None, compute).properties(None, weights=weights)
+        for compute in ("fastest", "fp32")
+        for weights in (True, False)
+    }
+    kinds = {key: found["INFERENCE_PRECISION_HINT"] for key, found in asked_for.items()}
+    assert kinds.pop(("fastest", True)) == "f16"
+    assert {*kinds.values()} == {"f32"}
+    # Rows rounded to int8 are not fp32
+    assert asked_for["fp32", True]["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == 0
+    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in asked_for["fastest", True]
+
+
+@pytest.mark.parametrize(("kind", "known"), [("INTEGRATED", True), ("DISCRETE", False)])
+def test_a_gpu_within_the_processor_takes_the_machine_s_memory(kind: str, known: bool) -> None:
+    gpu = Gpu(CoreStandIn("Arc", kind), GPU, None, "fastest")
+    assert gpu.free_bytes() == (pytest.approx(available_bytes(), rel=0.2) if known else 0)
+
+
+@pytest.mark.intel_gpu
+@pytest.mark.parametrize("form", ["fp32", "fp16", "bf16", "int8", "int4"])
+def test_what_fp16_changes_is_little(form: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    precision, weights = options_of(form)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
+    exact, fast = Pipeline.load(root, backend="openvino", compute="fp32"), Pipeline.load(root, backend=GPU)
+    assert_alike(fast, exact, photo)
+
+
+@pytest.mark.intel_gpu
+def test_engines_pass_the_gate(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
+    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
+    assert run("sinkprune-build", root, "-o", engines, "--target", "openvino").code == 0
+    ask = ("--image", photo_file, "--backend", GPU, "--compute", "fp32")
+    checked = run("sinkprune-check", root, engines, *ask)
+    assert checked.code == 0, checked.stderr
 
 
 SIZES = 150
@@ -202,18 +304,15 @@ import os, sys, threading
 os.sched_setaffinity(0, range(os.cpu_count()))
 from PIL import Image
 from sinkprune import Pipeline
-pipe, seen, done = Pipeline.load(sys.argv[1], backend="openvino", threads=1), set(), threading.Event()
+pipe, seen = Pipeline.load(sys.argv[1], backend="openvino", threads=1), set()
 caller = threading.get_native_id()
 def watch():
-    while not done.is_set():
+    while True:
         seen.add(len(os.sched_getaffinity(caller)))
-watcher = threading.Thread(target=watch)
-watcher.start()
+threading.Thread(target=watch, daemon=True).start()
 for _ in range(3):
     pipe.generate(Image.new("RGB", (64, 64)), "What is this?", budget="none", max_new_tokens=8)
-done.set()
-watcher.join()
-print(*seen, len(os.sched_getaffinity(0)))
+print(*list(seen), len(os.sched_getaffinity(0)))
 """
 
 
@@ -222,3 +321,78 @@ def test_programs_of_few_threads_do_not_share_the_first_core(bundle: Callable[..
     words = [sys.executable, "-c", UNPINNED, str(bundle("gqa-112"))]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert len(set(done.stdout.split())) == 1 and not done.returncode, (done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "form", ["fp32", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp16", "int8")), "int4"]
+)
+def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
+    form: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    precision, weights = options_of(form)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
+    ours, towers, decoders, both = (
+        Pipeline.load(root, backend=name) for name in (BOTH, "openvino", "ort-cpu", PREFILL)
+    )
+    (answer, _), (expected, _) = (asked(pipe, photo, budget="none") for pipe in (ours, towers))
+    np.testing.assert_array_equal(answer.kept.norms, expected.kept.norms)
+    np.testing.assert_array_equal(answer.kept.salience, expected.kept.salience)
+    assert_alike(ours, decoders, photo)
+    assert_alike(both, decoders, photo)
+
+
+def test_both_libraries_hold_the_rows_of_a_prompt_until_the_first_token(
+    bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    ours = Pipeline.load(bundle("gqa-112"), backend=PREFILL)
+    cache = watched(ours, photo, QUESTION, budget="retain-64", max_new_tokens=1).prefill.cache
+
+    def check(decoder: Any, segment: Any, count: int) -> None:
+        assert segment.length == segment.of_prompt.length == count
+        states = decoder._prompts.keys_and_values(segment.of_prompt)
+        assert {*states} == {*segment.of_tokens.buffers}
+        for name, tensor in segment.of_tokens.buffers.items():
+            buffer = tensor.numpy()
+            assert states[name].shape[2] == count and buffer.any()
+            np.testing.assert_array_equal(buffer[:, :, :count], states[name])
+            assert not buffer[:, :, count:].any()
+
+    for decoder, segment in zip(ours.chain.decoders, cache.segments, strict=True):
+        check(decoder, segment, length := segment.length)
+        check(decoder, decoder.restore(decoder.save(segment, length - 3), length - 3, length), length - 3)
+    decode_one_token(ours.chain, cache, ours.embedding([7])[0])
+    assert all(segment.of_prompt is None for segment in cache.segments)
+
+
+def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    compiled = OpenVinoBackend._compiled
+    monkeypatch.setattr(
+        OpenVinoBackend, "_compiled", lambda self, model: (loaded.append(model.graph), compiled(self, model))[1]
+    )
+    Pipeline.load(bundle("gqa-112"), backend=BOTH)
+    assert loaded == ["vision"]
+    loaded.clear()
+    pipeline = Pipeline.load(bundle("gqa-112"), backend=PREFILL)
+    decoders = [f"decoder_{segment}" for segment in range(len(pipeline.chain.segments))]
+    assert loaded == ["vision", "projector", *decoders]
+    assert "; tokens in the graphs' types" in pipeline.backend.compute
+
+
+def test_what_openvino_or_the_prefill_does_not_take_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    for backend in ("openvino", PREFILL):
+        with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
+            Pipeline.load(bundle("gqa-112", dialect="opset20"), backend=backend)
+    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
+    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime+openvino").code == 0
+    with pytest.raises(EnginesError, match=r"hold one form of each decoder segment.* --backend ort-cpu\+openvino\.$"):
+        Pipeline.load(engines, backend=PREFILL)
+
+
+def test_both_forms_count_as_memory() -> None:
+    both, first, second = (KNOWN[name].memory for name in (PREFILL, "openvino", "ort-cpu"))
+    assert both and first and second
+    for form, copies in both.decoder.copies.items():
+        one, other = first.decoder.copies[form], second.decoder.copies[form]
+        assert copies.held == one.held + other.held
+        assert copies.loading == max(one.loading, other.loading)

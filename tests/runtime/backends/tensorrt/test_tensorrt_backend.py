@@ -6,8 +6,8 @@ What is not seen here: TensorRT's numbers and speed, that it can be captured, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +15,12 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.errors import BackendError, PromptError
-from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.steps.chain import encode, run_tower
-from sinkprune.runtime.steps.decoding import decode_one_token, prefill
-from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.contract.errors import BackendError
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from support.programs.slow_cases import each_once
 from support.references.steps import QUESTION, ask
 from support.stand_ins.fake_tensorrt import (
     ACTIVATIONS,
-    LIMITS,
     FakeContext,
     FakeEngine,
     FakeRuntime,
@@ -89,42 +84,6 @@ def test_answers_and_logits_are_those_of_onnxruntime(
     assert ("replay" in rig.device.calls) == has_graphs
 
 
-def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Image) -> None:
-    pipeline, chain, clock = rig.pipeline, rig.pipeline.chain, Stopwatch(rig.backend)
-    inputs, layout = pipeline.family.inputs(photo), pipeline.family.layout(photo)
-    planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
-    assert planned.plan is not None and len(planned.plan.select_after) == 1
-    encoded = encode(chain, planned.plan, run_tower(chain, inputs, clock), clock)
-    rig.clear()
-    texts = [list(range(10)), list(range(20))]
-    rows = lay_out(chain.backend, pipeline.embedding, None, texts, [layout], [encoded], pruned=True)
-    result = prefill(chain, planned, rows, clock)
-    # The host goes on at once: it may change what it handed over.
-    rows.visual[:] = rows.text[:] = 0
-    for row in np.ones((3, chain.model.hidden_size), chain.dtype):
-        logits = decode_one_token(chain, result.cache, row)
-    assert rig.device.waits == 0
-    assert np.isfinite(rig.backend.numpy(logits)).all()
-    assert rig.device.waits == 1
-    assert clock.ms()["prefill"] > clock.ms()["select"] > 0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new_tokens", "flag", "most"),
-    [
-        ("word " * 80, 4, "--max-prompt", LIMITS.prompt_tokens),
-        (QUESTION, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
-    ],
-)
-def test_a_request_beyond_the_limits_names_limit_and_flag(
-    prompt: str, new_tokens: int, flag: str, most: int, rig: Rig, photo: Image.Image
-) -> None:
-    assert rig.pipeline.new_request(photo, QUESTION).max_new_tokens == LIMITS.new_tokens
-    with pytest.raises(PromptError, match=f"the {most} the engines were built for.*{flag}"):
-        rig.pipeline.generate(photo, prompt, max_new_tokens=new_tokens)
-    assert rig.enqueued() == 0
-
-
 def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graphs(
     small: Bundle, tmp_path: Path, photo: Image.Image
 ) -> None:
@@ -170,15 +129,12 @@ def test_the_fakes_know_no_name_that_the_library_lacks() -> None:
         ours = {"compute", "output_shapes", "strategy"}
         used = {name for name in dir(fake) if not name.startswith("_")} - ours
         assert used <= set(dir(real)), fake
-    for enumeration, names in (
-        ("TensorIOMode", ["INPUT"]),
-        ("TensorLocation", ["DEVICE"]),
-        ("ExecutionContextAllocationStrategy", ["USER_MANAGED"]),
-        ("DynamicShapesKernelSpecializationStrategy", ["NONE"]),
-        ("ILogger", ["ERROR"]),
+    for place in (
+        *("TensorIOMode.INPUT", "TensorLocation.DEVICE", "ExecutionContextAllocationStrategy.USER_MANAGED"),
+        *("DynamicShapesKernelSpecializationStrategy.NONE", "ILogger.ERROR", "ICudaEngine.num_io_tensors"),
+        "ICudaEngine.device_memory_size_v2",
     ):
-        assert set(names) <= set(dir(getattr(trt, enumeration)))
-    assert hasattr(trt.ICudaEngine, "device_memory_size_v2") and hasattr(trt.ICudaEngine, "num_io_tensors")
+        attrgetter(place)(trt)
     assert trt.nptype(trt.int64) is np.int64
 
 
@@ -226,35 +182,24 @@ def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
 
 
 @pytest.mark.parametrize(
-    ("dialect", "rows", "past", "said"),
+    ("dialect", "prompt", "new_tokens", "said"),
     [
-        ("opset24", 125, 0, r"'decoder_0'.*'hidden'.*\[1, 125,.*'prefill'.*\[1, 124,.*--max-prompt"),
-        ("opset24", 1, 192, "193 rows.*192.*--max-prompt.*--max-new-tokens"),
-        ("opset20", 1, 193, r"'decoder_0'.*'past_\w+_0'.*256.*'decode'.*192.*--max-new-tokens"),
+        ("opset24", "word " * 16, 4, r"'decoder_0'.*'hidden'.*'prefill'.*\[1, 124,.*--max-prompt"),
+        ("opset24", QUESTION, 200, "193 rows.*192.*--max-prompt.*--max-new-tokens"),
+        ("opset20", QUESTION, 200, r"'decoder_0'.*'past_\w+_0'.*320.*'decode'.*192.*--max-new-tokens"),
     ],
 )
 def test_shapes_beyond_an_optimisation_profile_are_refused(
-    dialect: str, rows: int, past: int, said: str, in_dialect: Callable[[str], Rig]
+    dialect: str,
+    prompt: str,
+    new_tokens: int,
+    said: str,
+    in_dialect: Callable[[str], Rig],
+    photo: Image.Image,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where no limit of requests comes before."""
+    monkeypatch.setattr(BuiltEngines, "limits", None)
     rig = in_dialect(dialect)
     with pytest.raises(BackendError, match=said):
-        run_decoder(rig, rows, past)
-    assert rig.enqueued() == 0
-
-
-def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
-    chain = rig.pipeline.chain
-    model, tensor = chain.model, rig.backend.tensor
-    cache = chain.decoders[0].new_cache()
-
-    def call(rows: int) -> dict[str, Any]:
-        table = np.zeros((1, rows, model.head_dim // 2), chain.dtype)
-        hidden = tensor(np.zeros((1, rows, model.hidden_size), chain.dtype))
-        return chain.decoders[0]({"hidden": hidden, "cos": tensor(table), "sin": tensor(table)}, cache)
-
-    if past:
-        call(min(past, 124))
-    while cache.length < past:
-        call(1)
-    rig.clear()
-    return call(rows)
+        rig.pipeline.generate(photo, prompt, min_new_tokens=new_tokens, max_new_tokens=new_tokens)

@@ -7,9 +7,7 @@ it shows.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,37 +15,12 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.device.cuda import open_device
+from support.models.heads_of_64 import export_random
 from support.programs.commands import run
 from support.references.steps import ask
 
 pytestmark = pytest.mark.gpu
-
-CONFIG: dict[str, Any] = {
-    "model_type": "llava",
-    "image_token_index": 300,
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-    },
-    # Heads of 64: TensorRT's attention takes no smaller ones.
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 320,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-    },
-}
 
 
 @pytest.fixture(scope="module", params=["tensorrt", "tensorrt-rtx"])
@@ -59,9 +32,7 @@ def pipelines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     except BackendError as error:
         pytest.skip(str(error))
     folder: Path = tmp_path_factory.mktemp(request.param)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    bundle, engines = folder / "bundle", folder / "engines"
-    export_bundle(ExportRequest(str(folder), ("retain-64",), precision="fp16", random_weights=True), bundle)
+    bundle, engines = export_random(folder, budgets=("retain-64",), precision="fp16").path, folder / "engines"
     outcome = run("sinkprune-build", bundle, "-o", engines, "--target", request.param)
     if "does not build for sm_" in outcome.stderr:
         pytest.skip(outcome.stderr)
