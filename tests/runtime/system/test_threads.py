@@ -92,36 +92,35 @@ def test_streams_that_take_turns_or_end_early_do_not_mix(shared: Pipeline, alone
 
 def test_a_wrapped_engine_that_raises_leaves_the_pipeline_usable(bundle: Callable[..., Path]) -> None:
     """It raises in the middle of a step, where the turn is held."""
-    broken = [False]
+    broken = set[str]()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            if broken[0] and graph == "head":
+            if graph in broken:
                 raise KeyError(graph)
             return engine(inputs)
 
         return run  # type: ignore[return-value]
 
-    path = bundle("gqa-112", "fp32", BUDGETS[1:])
+    path, case = bundle("gqa-112", "fp32", BUDGETS[1:]), cases()[0]
     pipeline = Pipeline.load(path, backend="openvino", compute="fp32", wrap=wrap)
-    expected = ask(pipeline, cases()[0])
-    broken[0] = True
+    expected = ask(pipeline, case)
+    broken.add("head")
     with pytest.raises(KeyError):
-        ask(pipeline, cases()[0])
-    broken[0] = False
+        ask(pipeline, case)
+    broken.clear()
     with ThreadPoolExecutor(1) as another:
-        assert another.submit(ask, pipeline, cases()[0]).result(timeout=60) == expected
+        assert another.submit(ask, pipeline, case).result(timeout=60) == expected
 
 
 def test_a_plan_is_loaded_once_however_many_threads_ask_for_it(bundle: Callable[..., Path]) -> None:
-    loaded = list[str]()
+    loaded, case = list[str](), cases()[1]
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         loaded.append(graph)
         return engine
 
     pipeline = Pipeline.load(bundle("gqa-112", "fp32", BUDGETS[1:]), threads=1, wrap=wrap)
-    case = cases()[1]
     with ThreadPoolExecutor(THREADS) as pool:
         answers = list(pool.map(lambda _: ask(pipeline, case), range(THREADS)))
     assert answers == answers[:1] * THREADS
