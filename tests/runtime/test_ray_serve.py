@@ -139,21 +139,18 @@ def test_errors_and_keys_are_those_of_the_server(cluster: tuple[str, int], clien
     assert httpx.get(f"{cluster[0]}/v1/models").status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_wrong_arguments_are_refused(path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "required: BUNDLE.* Expected bundle=BUNDLE, replicas"),
         ({"replica": 2}, "unrecognized arguments: --replica=2"),
         ({"replicas": 0}, "replicas"),
         ({"port": 80}, "Host and port are Ray's"),
         ({"sessions": "perhaps"}, "sessions"),
         ({"name": "a:b"}, "without ':'"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, path: Path) -> None:
-    given = {"bundle": str(path), **arguments} if arguments else {}
-    with pytest.raises(UsageError, match=said):
-        build(given)
+    ]
+    for arguments, said in cases:
+        with pytest.raises(UsageError, match=said):
+            build({"bundle": str(path), **arguments} if arguments else {})
 
 
 def test_the_arguments_of_the_page_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

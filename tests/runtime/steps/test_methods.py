@@ -23,7 +23,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.overlay import AVERAGING, token_fates
 from support.programs.commands import assert_refused, run
 from support.references.kept_tokens import kept_of
-from support.references.masking import assert_survivors, embedded, likeliest, masked_forward
+from support.references.masking import assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
@@ -33,26 +33,24 @@ from support.references.reference_methods import (
     TWO_STAGES,
     asking_rows,
 )
-from support.references.steps import tower_output
+from support.references.steps import ask, tower_output
 
+Models, Folders = Callable[[str], Any], Callable[[str], Path]
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64
 BUDGETS = ("retain-192", "retain-192+compact", "retain-32")
 METHODS = tuple(ALL_METHODS)
 
 
-@pytest.fixture(scope="module")
-def left_out() -> list[Unreachable]:
-    return []
+LEFT_OUT: list[Unreachable] = []
+"""What the export of `root` left out."""
 
 
 @pytest.fixture(scope="module")
-def root(
-    checkpoint: Callable[[str], Path], left_out: list[Unreachable], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def root(checkpoint: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of every method."""
     output = tmp_path_factory.mktemp("methods") / "bundle"
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), BUDGETS, METHODS), output, left_out=left_out.append)
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), BUDGETS, METHODS), output, left_out=LEFT_OUT.append)
     return output
 
 
@@ -73,8 +71,8 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
         assert path.stat().st_size < 40_000
 
 
-def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_out: list[Unreachable]) -> None:
-    missing = {(plan.method, plan.budget) for plan in left_out}
+def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path) -> None:
+    missing = {(plan.method, plan.budget) for plan in LEFT_OUT}
     assert missing == {(method, "retain-32") for method in CANNOT_REACH_ALL}
     manifest = read_bundle(root).manifest
     for method in METHODS:
@@ -85,13 +83,10 @@ def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_ou
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_answers_and_keeps_the_counts_of_its_plan(
-    method: str, root: Path, pipe: Pipeline, photo: Image.Image
-) -> None:
+def test_every_method_keeps_the_counts_of_its_plan(method: str, pipe: Pipeline, photo: Image.Image) -> None:
     manifest = pipe.bundle.manifest
-    wanted = sum(answer_of(pipe, photo, "sinkpruner").tokens_per_layer) / LAYERS
-    answer = answer_of(pipe, photo, method)
-    assert len(answer.token_ids) == 4
+    wanted = sum(ask(pipe, photo, "retain-192", 1, PROMPT)[0].tokens_per_layer) / LAYERS
+    answer, _ = ask(pipe, photo, "retain-192", 4, PROMPT, method)
     counts = manifest.plans[method]["retain-192"].counts
     assert answer.kept.index.shape == (1, counts.kept)
     assert sum(answer.tokens_per_layer) / LAYERS == pytest.approx(wanted, abs=0.5)
@@ -125,53 +120,48 @@ def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipel
     assert unchanged == (method not in AVERAGING)
 
 
-@torch.no_grad()
-def image_features(model: Any, pipe: Pipeline, image: Image.Image) -> Any:
-    """Return the rows [tokens,d] of an image as the decoder of transformers receives them."""
-    pixels = torch.from_numpy(pipe.family.inputs(image)["pixel_values"])
-    return model.get_image_features(pixels).pooler_output[0].numpy()
+@pytest.fixture(scope="module")
+def reference(pipe: Pipeline, model: Models, photo: Image.Image) -> Callable[[str, str, str], Any]:
+    """The tokens of the photo that a reference keeps, and their sources, by method, budget and question."""
+    features, torch_model = [array[0] for array in tower_output(pipe, photo)], model("gqa-112")
+    pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
+    with torch.no_grad():
+        # As the decoder of transformers receives them.
+        rows = torch_model.get_image_features(pixels).pooler_output[0].numpy()
 
+    def kept(method: str, budget: str, question: str) -> tuple[Any, list[int]]:
+        plan = pipe.bundle.manifest.plans[method][budget]
+        if plan.sanitizer is None:
+            return features[0], [*range(TOKENS)]
+        words = embedded(torch_model, pipe.prompts.tokenizer.encode(question, add_special_tokens=False).ids)
+        return kept_of(method, plan.counts, features, words, embeddings=rows)
 
-def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:
-    return pipe.generate(image, PROMPT, method=method, budget=budget, max_new_tokens=tokens, min_new_tokens=tokens)
+    return kept
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
 @pytest.mark.parametrize("method", [*IN_LLM, "sinkpruner-paper"])
 def test_dropping_inside_the_llm_equals_masking(
-    method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
+    method: str, budget: str, reference: Any, pipe: Pipeline, model: Models, photo: Image.Image
 ) -> None:
     torch_model, plan = model("gqa-112"), pipe.bundle.manifest.plans[method][budget]
-    features = [array[0] for array in tower_output(pipe, photo)]
-    kept, index = features[0], [*range(TOKENS)]
-    if plan.sanitizer is not None:
-        words = embedded(torch_model, pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids)
-        image = image_features(torch_model, pipe, photo)
-        kept, index = kept_of(method, plan.counts, features, words, embeddings=image)
+    kept, index = reference(method, budget, PROMPT)
     sequence = prompt_rows(torch_model, pipe, photo, PROMPT, kept, [index], None)
     stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))
 
-    answer = answer_of(pipe, photo, method, budget, tokens=5)
+    answer, logits = ask(pipe, photo, budget, 5, PROMPT, method)
     later = embedded(torch_model, answer.token_ids[:-1])
-    asking = partial(asking_rows, method)
-    masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
-    assert_survivors(answer, sequence, masked)
-    assert likeliest(masked.logits[len(sequence.rows) - 1 :], pipe.bundle.manifest.tokens.stop) == answer.token_ids
+    masked = masked_forward(torch_model, sequence, budget, stages, later, partial(asking_rows, method))
+    assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
 
 
 @pytest.mark.parametrize("method", ["sinkpruner-text", *READ_THE_QUESTION])
-def test_the_sanitizer_reads_the_question_of_the_user(
-    method: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
-) -> None:
+def test_the_sanitizer_reads_the_question(method: str, reference: Any, pipe: Pipeline, photo: Image.Image) -> None:
     """Kept are the reference's tokens, for the words of the last turn of the user, and of no other text."""
-    torch_model = model("gqa-112")
-    features = [array[0] for array in tower_output(pipe, photo)]
-    image = image_features(torch_model, pipe, photo)
     counts = pipe.bundle.manifest.plans[method]["retain-192"].counts
 
     def expected(words: str) -> list[int]:
-        question = embedded(torch_model, pipe.prompts.tokenizer.encode(words, add_special_tokens=False).ids)
-        return kept_of(method, counts, features, question, embeddings=image)[1]
+        return reference(method, "retain-192", words)[1]
 
     options = {"method": method, "budget": "retain-192", "max_new_tokens": 1}
     asked = ("Which colour is the cup?", "zzz")
@@ -187,9 +177,7 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     assert again.reused_rows > counts.kept > other.reused_rows
 
 
-def test_an_export_that_leaves_a_method_without_a_plan_is_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_export_of_a_method_without_a_plan_is_refused(checkpoint: Folders, tmp_path: Path) -> None:
     request = (checkpoint("gqa-112"), "-o", tmp_path / "out", "--methods", "uniform,fastv", "--budgets", "retain-32")
     assert_refused(run("sinkprune-export", *request), "'fastv' reaches none", "retain-32", "all 64 visual tokens")
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError, NumericsError
 from sinkprune.contract.precision import DTYPES
 from sinkprune.runtime.backends import Backend, Engine, Tensor
@@ -26,18 +27,8 @@ Bundles = Callable[..., Path]
 def filled(source: Path, target: Path, graph: str, value: float) -> Path:
     """A copy of a bundle whose weights of one graph are all of one number."""
     path = Path(shutil.copytree(source, target))
-    weights, manifest = path / "graphs" / "weights" / f"{graph}.bin", json.loads((path / "bundle.json").read_text())
-    dtype = DTYPES[manifest["precision"]]
+    weights, dtype = path / "graphs" / "weights" / f"{graph}.bin", DTYPES[read_bundle(path).manifest.precision]
     np.full(weights.stat().st_size // dtype.itemsize, value, dtype).tofile(weights)
-    return path
-
-
-def with_processor(source: Path, target: Path, **settings: Any) -> Path:
-    """A copy of a bundle with other settings of its image processor."""
-    path = Path(shutil.copytree(source, target))
-    manifest = json.loads((path / "bundle.json").read_text())
-    manifest["processor"] |= settings
-    (path / "bundle.json").write_text(json.dumps(manifest))
     return path
 
 
@@ -48,7 +39,7 @@ def noting(ran: list[str], *, overflows: bool = False) -> Any:
         def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             ran.append(graph)
             given = engine(inputs)
-            if graph == "vision" and overflows:
+            if overflows:
                 tokens = backend.numpy(given["tokens"])
                 tokens[0, -1, 0] = np.inf
                 given["tokens"] = backend.tensor(tokens)
@@ -90,19 +81,16 @@ def test_states_and_logits_that_are_not_finite_are_refused(
     value: float, graph: str, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:
     pipeline = Pipeline.load(filled(bundle("gqa-112"), tmp_path / "broken", graph, value), check_sums=False)
-    with pytest.raises(NumericsError, match="logits are not finite"):
-        pipeline.generate(photo, "What is this?", budget=budget, max_new_tokens=2)
+    for options in ({"max_new_tokens": 2}, {"choice": ["red", "blue"]}):
+        with pytest.raises(NumericsError, match="logits are not finite"):
+            pipeline.generate(photo, "What is this?", budget=budget, **options)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"rescale_factor": 1e300}, {"image_std": [0.5, 0.0, 0.5]}, {"image_mean": [1e300, 0.5, 0.5]}],
-    ids=str,
-)
 @pytest.mark.parametrize("name", ALL)
-def test_settings_that_make_no_finite_pixels_are_refused(
-    name: str, settings: dict[str, Any], bundle: Bundles, tmp_path: Path
-) -> None:
-    broken = with_processor(bundle(name), tmp_path / "broken", **settings)
-    with pytest.raises(BundleError, match=r"not finite in float32.*preprocessor_config\.json"):
-        Pipeline.load(broken, check_sums=False)
+def test_settings_that_make_no_finite_pixels_are_refused(name: str, bundle: Bundles, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(bundle(name), tmp_path / "broken")) / "bundle.json"
+    manifest = json.loads(path.read_text())
+    for settings in ({"rescale_factor": 1e300}, {"image_std": [0.5, 0.0, 0.5]}, {"image_mean": [1e300, 0.5, 0.5]}):
+        path.write_text(json.dumps({**manifest, "processor": {**manifest["processor"], **settings}}))
+        with pytest.raises(BundleError, match=r"not finite in float32.*preprocessor_config\.json"):
+            Pipeline.load(path.parent, check_sums=False)

@@ -1,9 +1,10 @@
-"""Requests: which are rejected when they are made, and what observers receive."""
+"""Requests: which are rejected when they are made or laid out, with what would fit."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import BundleError, ImageError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.hooks import Observer
+from sinkprune.runtime.steps.context_length import check_length, check_picture_count
 from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.steps.too_long import too_long_error
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tools import ToolCall
 from support.references.steps import QUESTION, watched
@@ -49,18 +53,19 @@ def test_what_no_bundle_can_answer_is_refused_at_once(options: dict[str, Any], s
     [
         (2, ["", "Why?"], "1 place for images, and there are 2 images"),
         (1, ["Two ", " and ", "."], "2 places for images, and there is 1 image"),
-        (2, ["", " ", "\n"], "the prompt is empty"),
-        (1, " \n", r"the prompt is empty\. Ask something about the image, as in 'What is this\?'\.$"),
+        (1, " \n", r"the prompt is empty\. Ask something about the image"),
+        (0, "What?", "the list of images is empty"),
+        (1, b"What?", "expected a str"),
+        (1, "W\udcff?", "not valid UTF-8"),
+        (1, ["", "\u3000\u00a0"], "the prompt is empty"),
     ],
 )
-def test_texts_must_fit_the_pictures(pictures: int, texts: str | list[str], said: str) -> None:
-    with pytest.raises(PromptError, match=said):
+def test_texts_must_fit_the_pictures(pictures: int, texts: Any, said: str) -> None:
+    with pytest.raises((PromptError, ImageError), match=said):
         new_request(["a.jpg"] * pictures, texts)
 
 
 def test_pictures_belong_to_places_or_to_the_user_s_first_turn() -> None:
-    with pytest.raises(ImageError, match="the list of images is empty"):
-        new_request([], "What?")
     assert new_request((), "What?").pictures == ()
     greeted = new_request(["a.jpg", "b.jpg"], "And now?", history=[("assistant", "Hi."), ("user", "What is it?")])
     assert [turn.texts for turn in greeted.history] == [("Hi.",), ("", "", "What is it?")]
@@ -78,19 +83,6 @@ def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
             new_request(without, "Why?", order="bgr")
 
 
-def test_observers_receive_every_step_in_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    told: list[str] = []
-
-    class Names(Observer):
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("seen", "encoded", "laid_out", "prefilled", "chose", "answered"):
-                told.append(name)
-            return super().__getattribute__(name)
-
-    pipeline("gqa-112").generate(photo, QUESTION, observer=Names(), max_new_tokens=3, min_new_tokens=3)
-    assert told == ["seen", "encoded", "laid_out", "prefilled", *["chose"] * 3, "answered"]
-
-
 def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("gqa-112")
     pruned = watched(pipe, photo, budget="retain-64", max_new_tokens=1)
@@ -100,17 +92,49 @@ def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeli
 
 
 @pytest.mark.parametrize(
-    ("history", "error", "message"),
+    ("turn", "message"),
     [
-        ([("user", ())], PromptError, "a turn without texts"),
-        ([Turn("robot", ("a",))], UsageError, "history has a Turn of 'robot', expected user, assistant or tool"),
-        ([("user", 5)], PromptError, "found int as the text of a turn"),
-        ([Turn("assistant", ("b",), CALL)], UsageError, "tool_calls of a Turn are .*, expected a tuple of ToolCall"),
-        ([Turn("assistant", ("b",), ({"id": "1"},))], UsageError, "expected a tuple of ToolCall"),
-        ([Turn("user", ("b",), (CALL,))], UsageError, "expected them of an assistant only"),
-        ([Turn("tool", ("b",), tool_call_id=5)], UsageError, "the id of a tool call is 5"),
+        (("user", ()), "a turn without texts"),
+        (Turn("robot", ("a",)), "history has a Turn of 'robot', expected user, assistant or tool"),
+        (("user", 5), "found int as the text of a turn"),
+        (Turn("assistant", ("b",), CALL), "tool_calls of a Turn are .*, expected a tuple of ToolCall"),
+        (Turn("assistant", ("b",), ({"id": "1"},)), "expected a tuple of ToolCall"),
+        (Turn("user", ("b",), (CALL,)), "expected them of an assistant only"),
+        (Turn("tool", ("b",), tool_call_id=5), "the id of a tool call is 5"),
     ],
 )
-def test_a_wrong_turn_is_refused_at_once(history: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        new_request("kitchen.jpg", "And now?", history=history)
+def test_a_wrong_turn_is_refused_at_once(turn: Any, message: str) -> None:
+    with pytest.raises((PromptError, UsageError), match=message):
+        new_request("kitchen.jpg", "And now?", history=[turn])
+
+
+@pytest.mark.parametrize(
+    ("length", "kept", "said"),
+    [
+        ((100, 600, 400, 1024), {"a": 300, "b": 500, "c": 600}, "324 new tokens. Budget 'b' keeps 500"),
+        ((100, 1000, 24, 1024), {"a": 300, "b": 500}, "positions. Shorten the prompt. Budget 'b' keeps 500"),
+        ((20, 2000, 504, 1024), {"a": 600, "b": 800}, "'a' keeps fewest, 600 visual tokens, .* 500. Smaller!$"),
+        ((300, 2000, 224, 1024), {"a": 600}, "600 visual tokens, .* 500. Smaller! Or shorten the prompt.$"),
+        ((2000, 50, 4, 1024), {"a": 30}, "1024 positions. Shorten the prompt.$"),
+        ((100, 1000, 24, 1024), {}, "1024 positions. Shorten the prompt.$"),
+    ],
+)
+def test_what_would_fit_is_said(length: tuple[int, int, int, int], kept: dict[str, int], said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        raise too_long_error(*length, kept, "Smaller!")
+
+
+def test_errors_about_engines_keep_the_other_limits(bundle: Callable[..., Path]) -> None:
+    limits, flags = Limits(30, 8, 1), "--max-prompt 30 --max-new-tokens 8 --max-images"
+    one, two = (
+        read_bundle(bundle("gqa-112", "fp32", ("retain-64",), **more)).manifest for more in ({}, {"max_images": 2})
+    )
+
+    build = f"build the engines again with {flags} 2 added to your sinkprune-build command"
+    again = "export the checkpoint again with --max-images 2"
+    for manifest, own, advice in ((two, limits, build), (one, limits, f"{again}, and {build}"), (one, None, again)):
+        with pytest.raises(PromptError, match=f"^the prompt has 2 images, expected at most 1. For more, {advice}.$"):
+            check_picture_count(manifest, own, 2)
+    request = new_request(Image.new("RGB", (8, 6)), QUESTION, max_new_tokens=9)
+    with pytest.raises(PromptError, match=rf"than the 8 .* with {flags.replace(' 8 ', ' 9 ')} 1 added"):
+        check_length(two, limits, request, 30, 8, [])

@@ -17,8 +17,11 @@ from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward
 from support.references.picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
-from support.references.reference import beside_kept, one_stage, sanitize_at
-from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
+from support.references.pruned_prompts import sanitized
+from support.references.reference import one_stage
+from support.references.same_answers import kept_sets
+from support.references.steps import QUESTION, ask, patch_grid
+from support.references.transformers_runs import greedy_answer
 
 Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
 
@@ -45,32 +48,12 @@ def test_greedy_text_and_logits_equal_transformers(
 ) -> None:
     images = images_of(name, photo)
     inputs = reference_inputs(name, checkpoint(name), images, pieces)
-    with torch.no_grad():
-        expected = model(name).generate(
-            **inputs,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    expected = greedy_answer(model(name), inputs, NEW_TOKENS)
     answer, logits = ask(pipe(name), images, "none", NEW_TOKENS, pieces)
     length = inputs["input_ids"].shape[1]
     assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
     assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
     assert answer.token_ids == expected.sequences[0, length:].tolist()
-
-
-def sanitized(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Array, list[int], int]:
-    """An image's kept tokens, their sources counted through all groups, and how many tokens it had."""
-    groups = zip(*tower_output(pipe, image), strict=True)
-    options, kept, sources, n = parse_budget(pipe.bundle.manifest.family, budget), [], [], 0
-    for tokens, norms, salience in groups:
-        tokens, index = sanitize_at(options, tokens, norms, salience)
-        kept.append(tokens)
-        sources += [n + i for i in index]
-        n += len(norms)
-    return np.concatenate(kept), sources, n
 
 
 @torch.no_grad()
@@ -80,21 +63,22 @@ def masked_by_hand(
     """Logits from the last prompt row on, and what survives of each image, by the slow and obvious rules."""
     family, token = pipe.bundle.manifest.family, model.config.image_token_id
     texts = pipe.prompts.encode(PIECES).texts
-    parts, groups, kept, added = [embedded(model, texts[0])], [], [], []
+    parts, groups, found, added = [embedded(model, texts[0])], [], [], []
+    layers, options = pipe.bundle.manifest.language_model.num_layers, parse_budget(family, budget)
+    nominal = 10_000 if pipe.bundle.manifest.any_resolution else None
     # Every row of the unpruned prompt, and which of them the pruned one holds
     every, taken = list(texts[0]), list(range(len(texts[0])))
     for image, text in zip(images, texts[1:], strict=True):
-        tokens, sources, n = sanitized(pipe, image, budget)
-        beside = deepstack_output(pipe, image)
-        if beside is not None:
-            norms, sink = tower_output(pipe, image)[1][0], "no-sanitizer" not in budget
-            added.append(beside_kept(beside[:, 0], norms, sources, sink=sink))
+        tokens, indices, beside = sanitized(pipe, image, budget)
+        added += [] if beside is None else [beside]
         if pipe.chain.projector is not None:
             tokens = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0].numpy()
         start = sum(map(len, parts))
         groups.append(list(range(start, start + len(tokens))))
         layout = pipe.family.layout(image)
-        kept.append((layout.tokens, layout.groups))
+        found.append((one_stage(options, layout.tokens, layers, nominal), layout.groups))
+        n = layout.tokens * layout.groups
+        sources = [group * layout.tokens + i for group, index in enumerate(indices) for i in index]
         parts += [tokens, embedded(model, text)]
         taken += [len(every) + i for i in [*sources, *range(n, n + len(text))]]
         every += [token] * n + text
@@ -103,9 +87,6 @@ def masked_by_hand(
         prompt = torch.tensor([every])
         grids = torch.tensor([patch_grid(pipe, image) for image in images])
         positions = model.model.get_rope_index(prompt, (prompt == token).int(), grids)[0][:, 0, taken].numpy()
-    layers, options = pipe.bundle.manifest.language_model.num_layers, parse_budget(family, budget)
-    nominal = 10_000 if pipe.bundle.manifest.any_resolution else None
-    found = [(one_stage(options, n, layers, nominal), many) for n, many in kept]
     stages = {cut: [stage[cut] * many for stage, many in found] for cut in found[0][0]}
     visual, text_rows = [row for group in groups for row in group], list(range(groups[-1][-1] + 1, len(rows)))
     deepstack = np.concatenate(added, axis=1) if added else None
@@ -138,10 +119,7 @@ def test_one_image_is_pruned_as_by_a_bundle_for_one(
     name: str, pipe: Callable[[str], Pipeline], pipeline: Pipelines, photo: Image.Image
 ) -> None:
     for budget in BUDGETS[name]:
-        answers = [
-            pipe_.generate(photo.resize((280, 336)), QUESTION, budget=budget, max_new_tokens=4)
-            for pipe_ in (pipe(name), pipeline(name, "fp32", BUDGETS[name]))
-        ]
-        assert answers[0].token_ids == answers[1].token_ids
-        after = [{layer: rows.tolist() for layer, rows in x.kept.after_stage.items()} for x in answers]
-        assert after[0] == after[1]
+        pipes = pipe(name), pipeline(name, "fp32", BUDGETS[name])
+        found, expected = (ask(one, photo.resize((280, 336)), budget, 4)[0] for one in pipes)
+        assert found.token_ids == expected.token_ids
+        assert kept_sets(found) == kept_sets(expected)

@@ -48,11 +48,8 @@ def answers(root: Path, photo: Image.Image) -> dict[str, list[object]]:
         pipeline = Pipeline.load(root, backend=backend, compute="fp32")
         for budget in BUDGETS:
             answer, logits = asked(pipeline, photo, budget=budget)
-            found[f"{backend} {budget}"] = [
-                kept_sets(answer) if budget != "none" else [],
-                answer.token_ids,
-                [one.tolist() for one in logits],
-            ]
+            kept = kept_sets(answer) if budget != "none" else []
+            found[f"{backend} {budget}"] = [kept, answer.token_ids, np.array(logits).tolist()]
     return found
 
 
@@ -64,13 +61,9 @@ def kernel() -> str:
     model = openvino.Model([product], [rows])
     compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     compiled.create_infer_request().infer([np.ones((3, 64), np.float32)])
-    nodes = compiled.get_runtime_model().get_ops()
-    (name,) = (
-        node.get_rt_info()["primitiveType"].astype(str)
-        for node in nodes
-        if node.get_rt_info()["layerType"].astype(str) in ("FullyConnected", "MatMul")
-    )
-    return name
+    nodes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    products = [node for node in nodes if node["layerType"].astype(str) in ("FullyConnected", "MatMul")]
+    return products[0]["primitiveType"].astype(str)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the switch is for x86-64 only")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,6 @@ from sinkprune import UsageError
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES, checked_schema
 from sinkprune.runtime.text.tools import Tools
-
-
-def deep(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(levels):
-        schema = {"items": schema}
-    return schema
 
 
 def many_patterns(count: int) -> list[dict[str, str]]:
@@ -46,38 +39,26 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
         ({"schema": {"const": {1}}}, "schema is no JSON: Object of type set is not JSON serializable."),
         ({"schema": {"const": "\ud800"}}, "schema holds half of a surrogate pair"),
         ({"schema": {"const": "a" * SCHEMA_BYTES}}, f"bytes of JSON, expected at most {SCHEMA_BYTES}."),
-        ({"schema": deep(70)}, "schema is nested more than 64 deep. Simplify it."),
+        ({"schema": json.loads('{"items": ' * 70 + "{}" + "}" * 70)}, "schema is nested more than 64 deep."),
         ({"schema": {"type": "objet"}}, "schema is not supported: Invalid type: objet. Change the schema"),
-        (
-            {"schema": {"uniqueItems": True, "x-guidance": {"lenient": True}}},
-            'schema is not supported: Unimplemented keys: ["uniqueItems"].',
-        ),
+        ({"schema": {"uniqueItems": True, "x-guidance": {"lenient": True}}}, 'Unimplemented keys: ["uniqueItems"].'),
         ({"schema": {"items": {"$ref": "#/$defs/b"}}}, "schema is not supported: Pointer '/$defs/b' does not exist"),
         ({"schema": {"pattern": "(?=a)"}}, "schema is not supported: look-around, including look-ahead"),
-        (
-            {"schema": {"const": [2**53 + 1]}},
-            "schema has the number 9007199254740993 at 'const/0', expected at most 2**53 in size and",
-        ),
+        ({"schema": {"const": [2**53 + 1]}}, "schema has the number 9007199254740993 at 'const/0', expected at most"),
         ({"schema": {"allOf": many_patterns(30)}}, "schema combines 30 patterns and formats, expected at most 12"),
         ({"schema": {"allOf": many_patterns(12)}}, "schema is not supported: Unable to determine if regex is empty"),
-        (
-            {"schema": multiples(9999991)[0]},
-            "schema has multipleOf with the least common multiple 9999991 without decimal",
-        ),
         ({"schema": {"anyOf": multiples(997, 991, 983)}}, "least common multiple 971230541 without"),
         # llguidance took 32704 for a multiple of 0.001 and 4295000.
         ({"schema": {"allOf": multiples(0.001, 4295000)}}, "least common multiple 4295000000 without"),
         ({"schema": {"items": multiples(3e-9)[0]}}, "a multipleOf with 9 decimal places, expected at most 8."),
         ({"schema": names(101)}, "schema has 101 patterns of names in patternProperties, up to 101 in an object"),
-        (
-            {"schema": {"properties": {f"{number}": {} for number in range(3000)}}},
-            "schema is not supported: grammar size (number of symbols) too big (limit for this grammar: 20000).",
-        ),
-        ({"regex": ""}, "regex is '', expected a regular expression, as in '[0-9]+ cm'."),
+        ({"schema": {"properties": {f"{number}": {} for number in range(3000)}}}, "too big (limit for"),
+        ({"regex": ""}, "regex is '', expected a regular expression"),
         ({"regex": "a" * (REGEX_BYTES + 1)}, f"regex has {REGEX_BYTES + 1} bytes, expected at most {REGEX_BYTES}."),
         ({"regex": "a)(b"}, "regex cannot be used: unopened group. Correct it; look-around"),
         ({"regex": "\ud800"}, "which is not valid UTF-8."),
         ({"choice": "yes"}, "choice is 'yes', expected a list of texts that are not empty"),
+        ({"choice": []}, "choice is [], expected 2 texts or more"),
         ({"choice": ["yes", "no", "no"]}, "choice has 2 different texts of 3, expected 2 to"),
         ({"choice": [*map(str, range(MOST_CHOICES + 1))]}, f"expected 2 to {MOST_CHOICES}, all different"),
         ({"choice": ["yes", "a" * (CHOICE_BYTES + 1)]}, f"a text of choice has {CHOICE_BYTES + 1} bytes"),
@@ -91,17 +72,14 @@ def test_what_is_no_form_is_refused_at_once_in_one_line(options: dict[str, Any],
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("most", "more", "said"),
-    [
+def test_the_work_for_all_tools_counts_together() -> None:
+    for most, more, said in (
         (multiples(5000)[0], multiples(9999)[0], "the least common multiple 49995000 without decimal points"),
         (names(70), names(72), "schema has 142 patterns of names in patternProperties, up to 72 in an object"),
-    ],
-)
-def test_the_work_for_all_tools_counts_together(most: dict[str, Any], more: dict[str, Any], said: str) -> None:
-    assert Tools([function("a", a=most), function("b", a=most)]).functions
-    with pytest.raises(UsageError, match=said):
-        Tools([function("a", a=most), function("b", a=more)])
+    ):
+        assert Tools([function("a", a=most), function("b", a=most)]).functions
+        with pytest.raises(UsageError, match=said):
+            Tools([function("a", a=most), function("b", a=more)])
 
 
 def test_a_request_has_its_own_copy_of_a_schema() -> None:
@@ -114,47 +92,40 @@ def test_a_request_has_its_own_copy_of_a_schema() -> None:
 
 
 DRAFT_4, DRAFT_7 = ({"$schema": f"http://json-schema.org/draft-0{number}/schema#"} for number in (4, 7))
-UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({**DRAFT_4, "if": {"type": "string"}, "then": {"maxLength": 3}}, "if"),
-    ({**DRAFT_4, "contains": {"type": "string"}}, "contains"),
-    ({**DRAFT_4, "propertyNames": {"pattern": "^a"}}, "propertyNames"),
-    ({**DRAFT_7, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({**DRAFT_7, "unevaluatedProperties": False}, "unevaluatedProperties"),
-    ({**DRAFT_7, "$dynamicRef": "#a"}, "$dynamicRef"),
-    ({"disallow": "integer"}, "disallow"),
-    ({"divisibleBy": 2}, "divisibleBy"),
-    ({"extends": {"type": "string"}}, "extends"),
+UNSUPPORTED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (DRAFT_4, "", {"if": {"type": "string"}, "then": {"maxLength": 3}}),
+    (DRAFT_4, "properties/a", {"contains": {"type": "string"}}),
+    (DRAFT_4, "patternProperties/^a", {"propertyNames": {"pattern": "^a"}}),
+    (DRAFT_7, "additionalProperties", {"dependentRequired": {"a": ["b"]}}),
+    (DRAFT_7, "items", {"unevaluatedProperties": False}),
+    (DRAFT_7, "prefixItems/0", {"$dynamicRef": "#a"}),
+    ({}, "anyOf/1", {"disallow": "integer"}),
+    ({}, "$defs/a", {"divisibleBy": 2}),
+    ({}, "properties/a/items/anyOf/1", {"extends": {"type": "string"}}),
 ]
-PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "": lambda schema: schema,
-    "properties/a": lambda schema: {"properties": {"b": {"type": "null"}, "a": schema, "c": {}}},
-    "patternProperties/^a": lambda schema: {"patternProperties": {"^a": schema}},
-    "additionalProperties": lambda schema: {"additionalProperties": schema},
-    "items": lambda schema: {"type": "array", "items": schema},
-    "prefixItems/0": lambda schema: {"type": "array", "prefixItems": [schema]},
-    "anyOf/1": lambda schema: {"anyOf": [{"type": "null"}, schema]},
-    "$defs/a": lambda schema: {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}},
-    "properties/a/items/anyOf/1": lambda schema: PLACES["properties/a"]({"items": PLACES["anyOf/1"](schema)}),
-}
+"""A draft, a place in a schema, and a keyword with its value that is not supported there."""
 
 
-def at(place: str, *names: str) -> str:
-    """Return the words that name a place and a field there."""
-    path = "/".join([*([place] if place else []), *names])
-    return f" at '{path}'" if path else ""
+def placed(place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with another one at a place."""
+    whole: Any = schema
+    for part in reversed(place.split("/") if place else []):
+        whole = [{"type": "null"}] * int(part) + [whole] if part.isdigit() else {part: whole}
+    return {"items": {"$ref": "#/$defs/a"}, **whole} if place == "$defs/a" else whole  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("schema", "name", "place"), [(*each, place) for each, place in zip(UNSUPPORTED, PLACES, strict=True)]
-)
-def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any], name: str, place: str) -> None:
-    draft = {key: value for key, value in schema.items() if key == "$schema"}
-    rest = {key: value for key, value in schema.items() if key != "$schema"}
-    cases = [({**draft, **PLACES[place](rest)}, f"a keyword{at(place, name)} that is not supported. Leave it out.")]
-    required = f"True{at(place, 'required')}, expected a list of names. Write it next to properties."
-    cases.append((PLACES[place]({"type": "integer", "required": True}), required))
-    for wrong, said in cases:
-        with pytest.raises(UsageError, match=rf"^schema has {re.escape(said)}$"):
+@pytest.mark.parametrize(("draft", "place", "schema"), UNSUPPORTED)
+def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(
+    draft: dict[str, Any], place: str, schema: dict[str, Any]
+) -> None:
+    required = {"type": "integer", "required": True}
+    keyword, *_ = schema
+    for wrong, name, said in (
+        ({**draft, **placed(place, schema)}, keyword, "a keyword at '{}' that is not supported. Leave it out."),
+        (placed(place, required), "required", "True at '{}', expected a list of names. Write it next to properties."),
+    ):
+        path = f"{place}/{name}" if place else name
+        with pytest.raises(UsageError, match=rf"^schema has {re.escape(said.format(path))}$"):
             checked_schema(wrong)
 
 

@@ -15,7 +15,7 @@ from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.text.answer_tokens import AnswerText
 from sinkprune.runtime.text.prompt import ChatTemplate, PromptEncoder
-from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
+from support.models.checkpoints import TEMPLATE
 from support.programs.repository import ROOT
 from support.references.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, encoder, llama
 
@@ -62,12 +62,6 @@ def test_templates_render_as_in_transformers(template: str) -> None:
 
 
 SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
-WRITES = (
-    "{% for m in messages %}{% if m.role == 'system' %}[SYS]{{ m['content'] | trim }}[/SYS]{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}ASSISTANT:"
-)
-"""Its system message is a str, and would be written as Python writes a list."""
 WITHOUT = {
     "left out": TEMPLATE.replace(
         "{% for message in messages %}", "{% for message in messages if message.role == 'user' %}"
@@ -77,33 +71,20 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("source", "in_parts", "tokenizer"), [(TEMPLATE, True, "trained llama"), (WRITES, False, "byte-level")]
-)
-@pytest.mark.parametrize("system", [SYSTEM, "", "'quoted'"])
-def test_a_system_message_is_written_as_by_transformers(
-    source: str, in_parts: bool, tokenizer: str, system: str, both: Pairs
-) -> None:
-    pair = both(tokenizer, source)
-    content: Any = [{"type": "text", "text": system}] if in_parts else system
-    user = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    rendered = pair.theirs.apply_chat_template(
-        [{"role": "system", "content": content}, {"role": "user", "content": user}],
-        chat_template=source,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert system.strip() in rendered
-    prompt = pair.ours.encode(["", QUESTION], system=system)
-    assert [*prompt.texts[0], IMAGE_TOKEN, *prompt.texts[1]] == pair.theirs(rendered)["input_ids"]
-
-
 @pytest.mark.parametrize("template", WITHOUT)
 def test_a_template_without_a_place_for_it_is_an_error(template: str, both: Pairs) -> None:
     encoder = both("trained llama", WITHOUT[template]).ours
     assert encoder.encode(["", QUESTION]).text_tokens > 0
     with pytest.raises(PromptError, match="chat template has no place for a system message"):
         encoder.encode(["", QUESTION], system=SYSTEM)
+
+
+@pytest.mark.parametrize("system", [SYSTEM, "'quoted'"])
+def test_a_system_message_is_a_str_where_parts_would_be_written_as_a_list(system: str, both: Pairs) -> None:
+    written = "{% if messages[0].role == 'system' %}[SYS]{{ messages[0].content | trim }}[/SYS]{% endif %}"
+    encoder = both("byte-level", written + TEMPLATE).ours
+    prompt = encoder.encode(["", QUESTION], system=system)
+    assert f"[SYS]{system.strip()}[/SYS]" in encoder.tokenizer.decode(prompt.texts[0])
 
 
 class TextProcessor(ProcessorMixin):
@@ -117,8 +98,8 @@ class TextProcessor(ProcessorMixin):
 @pytest.mark.parametrize(
     "first", ["", "<s>", "{{ bos_token }}", "<s><s>", "<s><s><s>", "</s></s>", "<pad><pad>", " <s>", "x<s>", "<unk>"]
 )
-def test_first_tokens_are_those_of_transformers_processors(name: str, first: str, both: Pairs) -> None:
-    pair = both(name, first + TEMPLATE)
+def test_special_tokens_of_a_template_are_those_of_transformers(name: str, first: str, both: Pairs) -> None:
+    pair = both(name, first + TEMPLATE + "</s><pad>{{ eos_token }}")
     content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
     processor = TextProcessor(pair.theirs, chat_template=pair.template)
     expected = processor.apply_chat_template(
@@ -136,19 +117,11 @@ def test_a_tokenizer_that_adds_no_first_token_keeps_two_of_the_template(tokenize
         assert [token for token in found if token in SPECIALS.values()] == ids
 
 
-def test_a_template_may_write_special_tokens_of_its_own(both: Pairs) -> None:
-    pair = both("llama", TEMPLATE + "</s><pad>{{ eos_token }}")
-    found = pair.found("What is this?")
-    assert found == pair.expected("What is this?")
-    assert found[-3:] == [2, SPECIALS["<pad>"], 2]
-
-
-@pytest.mark.parametrize(("written", "count"), [("", 0), ("<image><image>", 2), ("<image> and <image>\n", 2)])
-def test_a_template_must_write_one_image(written: str, count: int, tokenizer_folder: Path) -> None:
-    ours = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", written))
-    with pytest.raises(BundleError, match=f"writes {count} images") as caught:
+@pytest.mark.parametrize(("written", "count"), [("", 0), ("<image> and <image>\n", 2)])
+def test_a_template_must_write_one_image(written: str, count: int, both: Pairs) -> None:
+    ours = both("llama", TEMPLATE.replace("<image>\n", written)).ours
+    with pytest.raises(BundleError, match=f"chat template writes {count} images"):
         ours.encode(["", "What is this?"])
-    assert "chat template" in str(caught.value)
 
 
 TOKENIZER = ROOT / "tests" / "fuzz" / "corpus" / "tokenizers" / "harmless.json"
@@ -177,7 +150,6 @@ def template_of(special: str) -> dict[str, Any]:
         ("{{ messages[0].update(role='system') }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% import '/etc/passwd' as x %}", "no loader"),
-        ("{% extends '/etc/passwd' %}", "no loader"),
         ("{{ range(10 ** 6) }}", "Range too big"),
         ("{{ '\\ud800' }}", "surrogates not allowed"),
         ("{{ 1 / 0 }}", "division by zero"),
@@ -185,10 +157,8 @@ def template_of(special: str) -> dict[str, Any]:
     ],
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_message(template: str, reason: str) -> None:
-    with pytest.raises(BundleError, match=reason) as caught:
+    with pytest.raises(BundleError, match=rf"chat_template\.jinja .*{reason}.* export it again"):
         ChatTemplate(template.encode()).render([{"role": "user", "content": "What?"}], "<s>", "</s>")
-    assert "chat_template.jinja" in str(caught.value)
-    assert "export it again" in str(caught.value)
 
 
 def test_an_unsafe_attribute_is_undefined() -> None:
@@ -213,9 +183,7 @@ def test_an_unsafe_attribute_is_undefined() -> None:
         ({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 5}}, "cannot decode an answer"),
     ],
 )
-def test_errors_and_panics_of_the_tokenizers_library_are_one_message(
-    changed: dict[str, Any], reason: str | None
-) -> None:
+def test_errors_and_panics_of_tokenizers_are_one_message(changed: dict[str, Any], reason: str | None) -> None:
     template = b"<image>{% for part in messages[0].content if part.text %}{{ part.text }}{% endfor %}"
 
     def round_trip() -> str:

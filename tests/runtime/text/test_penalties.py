@@ -46,38 +46,29 @@ def penalised(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     return found
 
 
-def assert_equals(
-    pipe: Pipeline, picture: Any, model: Any, inputs: dict[str, Any], penalty: float, penalised: list[set[int]]
-) -> None:
-    """Assert that an answer's tokens, and those of the prompt that are penalised, are transformers'."""
-    expected = greedy(model, inputs, repetition_penalty=penalty)
-    assert pipe.generate(picture, QUESTION, repetition_penalty=penalty, **OPTIONS).token_ids == expected
-    assert penalised[-1] == {*inputs["input_ids"].flatten().tolist()}
+CASES = [("gqa-112", 1.05, False), ("next", 1.5, False), ("qwen", 0.5, False), ("qwen3-vl", 1.05, False)]
 
 
-@pytest.mark.parametrize(("name", "penalty"), [("gqa-112", 1.05), ("next", 1.5), ("qwen", 0.5), ("qwen3-vl", 1.05)])
-def test_answers_about_images_equal_transformers(
+# The token of clips is another than that of images.
+@pytest.mark.parametrize(("name", "penalty", "is_clip"), [*CASES, ("qwen", 1.3, True)])
+def test_answers_equal_transformers(
     name: str,
     penalty: float,
+    is_clip: bool,
     model: Models,
     checkpoint: Folders,
     pipeline: Pipelines,
     photo: Image.Image,
     penalised: list[set[int]],
 ) -> None:
-    inputs = reference_inputs(name, checkpoint(name), [photo], QUESTION)
-    assert_equals(pipeline(name), photo, model(name), inputs, penalty, penalised)
-
-
-def test_answers_about_clips_equal_transformers(
-    model: Models, checkpoint: Folders, pipeline: Pipelines, photo: Image.Image, penalised: list[set[int]]
-) -> None:
-    """The token of clips is another than that of images."""
-    name = "qwen"
-    folder, pipe = checkpoint(name), pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
-    clip = Clip(frames(8, (170, 140), photo), 2)
-    inputs = clip_inputs(model(name), pipe, folder, pipe.family.sample_frames(clip), 2)
-    assert_equals(pipe, clip, model(name), inputs, 1.3, penalised)
+    if is_clip:
+        pipe, clip = pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8), Clip(frames(8, (170, 140), photo), 2)
+        inputs = clip_inputs(model(name), pipe, checkpoint(name), pipe.family.sample_frames(clip), 2)
+    else:
+        pipe, inputs = pipeline(name), reference_inputs(name, checkpoint(name), [photo], QUESTION)
+    answer = pipe.generate(clip if is_clip else photo, QUESTION, repetition_penalty=penalty, **OPTIONS)
+    assert answer.token_ids == greedy(model(name), inputs, repetition_penalty=penalty)
+    assert penalised[-1] == {*inputs["input_ids"].flatten().tolist()}
 
 
 def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(

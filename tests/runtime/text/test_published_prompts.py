@@ -42,45 +42,37 @@ EVEN, ODD = ({"type": "video_url", "video_url": {"url": str(frames)}} for frames
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    return {
-        "role": "user",
-        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
-    }
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": content}
 
 
-CONVERSATIONS = {
-    "picture first": [user(ONE, "What is it?")],
-    "text first": [user("What is it?", ONE)],
-    "two within": [user("Before:", ONE, "and after:", TWO, "What has changed?")],
-    "three, and empty texts": [user("", ONE, " ", TWO, "", "\n Wie groß? ", THREE, "What differs? ", "")],
-    "a system message, and pictures in two turns": [
+CONVERSATIONS = [
+    [user("What is it?", ONE)],
+    [user("Before:", ONE, "and after:", TWO, "What has changed?")],
+    [user("", ONE, " ", TWO, "", "\n Wie groß? ", THREE, "What differs? ", "")],
+    [
         {"role": "system", "content": "  Be brief.\n"},
         user("One:", ONE),
         {"role": "assistant", "content": [{"type": "text", "text": "A cup."}, {"type": "text", "text": " Or two."}]},
         user("And here?", TWO, THREE),
     ],
-    "a system message in parts, and an empty answer": [
+    [
         {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
         user("Which?", ONE),
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "Well?"},
     ],
-    "a picture in a later turn": [
+    [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "Hi."},
         user("What is it?", ONE),
     ],
-}
-CLIPS = {
-    "a clip first": [user(ODD, "What is it?")],
-    "text before a clip": [user("What is it?", EVEN)],
-    "a clip between pictures": [user("See ", ONE, ODD, "\n and\u00a0tell", TWO)],
-    "a clip in an earlier turn": [
-        user("What happens?", ODD),
-        {"role": "assistant", "content": "It falls."},
-        user(ONE, "And here?"),
-    ],
-}
+]
+CLIPS = [
+    [user("What is it?", EVEN)],
+    [user("See ", ONE, ODD, "\n and\u00a0tell", TWO)],
+    [user("What happens?", ODD), {"role": "assistant", "content": "It falls."}, user(ONE, "And here?")],
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,8 +85,7 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
     clips = {str(count): Clip(frames(count, (170, 140), photo), fps=FPS) for count in (4, 7)}
     pictures: Any = SimpleNamespace(image=lambda url, _: images[int(url)], video=lambda url, _: clips[url])
     reader = ChatReader("m", "none", "sinkpruner", pipe, pictures)
-    cases = {**CONVERSATIONS, **(CLIPS if name in VIDEO else {})}
-    for what, conversation in cases.items():
+    for conversation in CONVERSATIONS + CLIPS * (name in VIDEO):
         request = reader.read(json.dumps({"model": "m", "messages": conversation}).encode()).request
         seen = [decoded(picture, pipe.family) for picture in request.pictures]
         layouts = [pipe.family.layout(picture) for picture in seen]
@@ -104,7 +95,7 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
         ids = pipe.bundle.manifest.tokens
         tokens = [ids.image if picture in shown else ids.video or ids.image for picture in seen]
         prompt = pipe._model.encode_prompt(request, layouts)
-        assert with_rows(prompt, layouts, tokens) == expected["input_ids"][0].tolist(), what
+        assert with_rows(prompt, layouts, tokens) == expected["input_ids"][0].tolist(), conversation
         if shown:
             pixels = [pipe.family.inputs(picture)["pixel_values"] for picture in shown]
             wanted = expected["pixel_values"].numpy()
@@ -112,7 +103,7 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
                 # LLaVA-NeXT's processor fills up the tiles of a picture to those of the largest.
                 wanted = np.concatenate([tiles[: len(own)] for tiles, own in zip(wanted, pixels, strict=True)])
             found = np.concatenate([each.ravel() for each in pixels])
-            np.testing.assert_allclose(found, wanted.ravel(), atol=1e-5, err_msg=what)
+            np.testing.assert_allclose(found, wanted.ravel(), atol=1e-5, err_msg=str(conversation))
 
 
 @pytest.mark.parametrize(
@@ -126,12 +117,12 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
     ],
 )
 def test_a_checkpoint_without_a_template_gets_its_family_s(ours: str, published: str) -> None:
-    for what, conversation in CONVERSATIONS.items():
+    for conversation in CONVERSATIONS:
         # The published one of LLaVA-NeXT with Mistral has a slip in the assistant's turns, and no second system text.
         asked = [theirs([message]) for message in conversation if message["role"] == "user"]
         asked += [theirs([{"role": "system", "content": "  Be brief.\n"}, conversation[-1]])]
         texts, _ = render_jinja_template(asked, chat_template=published, add_generation_prompt=True)
-        assert render_jinja_template(asked, chat_template=ours, add_generation_prompt=True)[0] == texts, what
+        assert render_jinja_template(asked, chat_template=ours, add_generation_prompt=True)[0] == texts
 
 
 def theirs(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,26 @@ from sinkprune.serving.responses import AnswerPart, ToolAnswerReader
 from support.models.qwen_checkpoints import IMAGE_TOKEN, SPECIALS, qwen_tokenizer
 from support.references.prompt_encoders import STOP, VOCABULARY, answer_encoder, random_answer
 
-WORD = {"type": "string", "pattern": "^[a-z}<\\n]{0,4}$"}
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"word": WORD, "least": {"type": "integer", "minimum": 0, "maximum": 30}},
+    "properties": {
+        "word": {"type": "string", "pattern": "^[a-z}<\\n]{0,4}$"},
+        "least": {"type": "integer", "minimum": 0, "maximum": 30},
+    },
     "required": ["word"],
 }
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "look_up": {**PARAMETERS, "additionalProperties": False},
-    "look": {"type": "object", "additionalProperties": False},
-    "stop": {"type": "object", "additionalProperties": False},
-}
-FUNCTIONS = [
-    {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
-    {"type": "function", "function": {"name": "stop", "strict": True}},
-]
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"look_up": {**PARAMETERS, "additionalProperties": False}, "look": NOTHING, "stop": NOTHING}
+
+
+def function(name: Any = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+LOOK_UP = function("look_up", description='Größe & <b>Preis</b> of a "thing".', parameters=PARAMETERS)
+LOOK = function("look", parameters={"type": "object", "properties": {}})
+HALT = function("stop")
+FUNCTIONS = [LOOK_UP, LOOK, function("stop", strict=True)]
 
 
 def encoder_with_marks(special: bool, template: bytes = b"") -> PromptEncoder:
@@ -64,30 +69,29 @@ GRAMMARS = {kind: Grammars(ENCODERS[kind], STOPS[kind]) for kind in KINDS}
 def answer(kind: str, tools: Tools, seed: int, wanted: str = "", most: int = 400) -> tuple[str, bool]:
     """Return the text of random logits that favour the tokens of `wanted`, in order, and whether it ended."""
     constraint = GRAMMARS[kind].constraint(None, None, 0, tools)
-    favoured = _ids(kind, wanted)
-    text, _, ended = random_answer(ENCODERS[kind], STOPS[kind], constraint, Sampler(), seed, most, favoured)
+    encoder, favoured = ENCODERS[kind], list[int]()
+    # A model writes a mark as one token, where it has one.
+    has_marks = encoder.tokenizer.token_to_id(BEGIN) is not None
+    for part in filter(None, re.split("(</?tool_call>)", wanted) if has_marks else [wanted]):
+        is_mark = has_marks and part in CALL_MARKS
+        favoured += [encoder.tokenizer.token_to_id(part)] if is_mark else encoder.answer_ids(part)
+    text, _, ended = random_answer(encoder, STOPS[kind], constraint, Sampler(), seed, most, favoured)
     return text, ended
 
 
-def _ids(kind: str, text: str) -> list[int]:
-    """Return the ids that a model would write, with the tokens of the marks."""
-    encoder = ENCODERS[kind]
-    if encoder.tokenizer.token_to_id(BEGIN) is None:
-        return encoder.answer_ids(text) if text else []
-    found: list[int] = []
-    for part in filter(None, re.split("(</?tool_call>)", text)):
-        found += [encoder.tokenizer.token_to_id(part)] if part in CALL_MARKS else encoder.answer_ids(part)
-    return found
-
-
-def apart(text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Return the content of an answer, and its calls with their arguments."""
-    reader = ToolAnswerReader()
-    parts = [*reader.add(text), *reader.end()]
-    names = [part.name for part in parts if part.name]
-    calls = ["".join(part.text for part in parts if part.call == number) for number in range(len(names))]
-    content = "".join(part.text for part in parts if part.call is None)
-    return content, [(name, json.loads(call)) for name, call in zip(names, calls, strict=True)]
+def apart(text: str, cuts: Sequence[int] = ()) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the content of an answer that comes in pieces, and its calls with their arguments."""
+    reader, parts = ToolAnswerReader(), list[AnswerPart]()
+    for start, end in pairwise([0, *cuts, len(text)]):
+        parts += reader.add(text[start:end])
+    parts += reader.end()
+    calls = list[tuple[str, Any]]()
+    for number in range(sum(bool(part.name) for part in parts)):
+        # The name comes first, and alone.
+        first, *others = (part for part in parts if part.call == number)
+        assert first.name and not first.text and not any(part.name for part in others)
+        calls.append((first.name, json.loads("".join(part.text for part in others))))
+    return "".join(part.text for part in parts if part.call is None), calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,49 +171,31 @@ def test_an_answer_is_taken_apart_however_it_is_cut(
 ) -> None:
     written = [call_text(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
     text = "\n".join([content, *written]) if content else "\n".join(written)
-    assert apart(text) == (content, calls)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    reader, parts = ToolAnswerReader(), list[AnswerPart]()
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        parts += reader.add(text[start:end])
-    parts += reader.end()
-    assert "".join(part.text for part in parts if part.call is None) == content
-    assert [part.name for part in parts if part.name] == [name for name, _ in calls]
-    for number, (_, arguments) in enumerate(calls):
-        own = [part for part in parts if part.call == number]
-        # The name comes first, and alone.
-        assert own[0].name and not own[0].text and not any(part.name for part in own[1:])
-        assert json.loads("".join(part.text for part in own)) == arguments
-
-
-def changed(**fields: Any) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": "f", **fields}}]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert apart(text) == apart(text, sorted(cuts)) == (content, calls)
 
 
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
         ([], "1 to 128 functions"),
-        (FUNCTIONS[:1] * 129, "1 to 128 functions"),
+        ([LOOK] * 129, "1 to 128 functions"),
         ("look_up", "1 to 128 functions"),
         ([3], r"tools\[0\] is 3"),
-        ([{**FUNCTIONS[0], "cache": True}], r"tools\[0\] is"),
-        ([{"type": "function", "function": {}}], r"tools\[0\] is"),
-        (changed(name="a b"), "letters, digits"),
-        (changed(name="f" * 65), "letters, digits"),
-        (changed(name="f\n"), "letters, digits"),
-        (changed(name=None), "letters, digits"),
-        (FUNCTIONS[:1] * 2, "two functions of the same name"),
-        (changed(examples=[]), "field 'examples', which is not supported"),
-        (changed(description=3), "description that is no text"),
-        (changed(strict="yes"), "strict that is no boolean"),
-        (changed(parameters=[]), r"parameters of the function f are wrong: schema is \[\]"),
-        (changed(parameters={"properties": {}}), "expected a schema with the type object"),
-        (changed(parameters={"type": "object", "not": {}}), "not supported"),
-        (changed(parameters={"type": "object", "properties": {"a": {"type": "x"}}}), "parameters of the function f"),
-        (changed(description="a" * (1 << 16)), "bytes of JSON, expected at most 65536"),
-        (changed(description="\ud800"), "surrogate"),
-        (changed(description=float("nan")), "no JSON"),
+        ([{**LOOK, "cache": True}], r"tools\[0\] is"),
+        ([function("f" * 65)], "letters, digits"),
+        ([function("f\n")], "letters, digits"),
+        ([function(None)], "letters, digits"),
+        ([LOOK] * 2, "two functions of the same name"),
+        ([function(examples=[])], "field 'examples', which is not supported"),
+        ([function(description=3)], "description that is no text"),
+        ([function(strict="yes")], "strict that is no boolean"),
+        ([function(parameters=[])], r"parameters of the function f are wrong: schema is \[\]"),
+        ([function(parameters={"properties": {}})], "expected a schema with the type object"),
+        ([function(parameters={"type": "object", "not": {}})], "parameters of the function f .* not supported"),
+        ([function(description="a" * (1 << 16))], "bytes of JSON, expected at most 65536"),
+        ([function(description="\ud800")], "surrogate"),
+        ([function(description=float("nan"))], "no JSON"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -222,16 +208,15 @@ def test_other_wrong_values() -> None:
     for options in ({"choice": "any"}, {"choice": "auto", "name": "stop"}, {"choice": "required", "name": "go"}):
         with pytest.raises(UsageError, match="expected"):
             Tools(FUNCTIONS, **options)
-    with pytest.raises(UsageError, match="id of a tool call"):
-        ToolCall("", "f", {})
-    with pytest.raises(UsageError, match="letters, digits"):
-        ToolCall("1", 'f", "x', {})
     with pytest.raises(TypeError, match="parallel is 'no', expected True or False"):
         Tools(FUNCTIONS, parallel="no")  # type: ignore[arg-type]
-    for wrong in ('{"x": 1}', None, [1], {1: 2}, {"a": {1}}, {"a": float("nan")}, {"a": "\ud800"}):
+    for identity, name, message in (("", "f", "id of a tool call"), ("1", 'f", "x', "letters, digits")):
+        with pytest.raises(UsageError, match=message):
+            ToolCall(identity, name, {})
+    for wrong in ('{"x": 1}', None, {1: 2}, {"a": {1}}, {"a": float("nan")}, {"a": "\ud800"}):
         with pytest.raises(UsageError, match="the arguments of a tool call"):
             ToolCall("1", "f", wrong)  # type: ignore[arg-type]
-    for arguments in ("[]", "{", "3", '"a"', "NaN", '{"a": "\\ud800"}', "\ud800", 3, None, {}, "[" * 5000):
+    for arguments in ("[]", "{", "NaN", '{"a": "\\ud800"}', "\ud800", None, "[" * 5000):
         with pytest.raises(UsageError, match="arguments of a tool call"):
             read_arguments(arguments)
     assert read_arguments("") == {} and read_arguments(' {"a": [1]}\n') == {"a": [1]}
@@ -242,24 +227,11 @@ def test_parameters_are_the_functions_own() -> None:
     wanted = call_text("f", '{"b": 1}')
     for extra, allowed in (({}, False), ({"additionalProperties": {"type": "integer"}}, True)):
         parameters = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, **extra}
-        text, _ = answer("marks", Tools(changed(parameters=parameters), "required", "f"), 0, wanted)
+        text, _ = answer("marks", Tools([function(parameters=parameters)], "required", "f"), 0, wanted)
         assert (text.startswith(wanted[:-12])) == allowed
 
 
 QUESTION = "What is on the table?"
-LOOK_UP: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": 'Größe & <b>Preis</b> of a "thing".',
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 12}, "most": {"type": "integer"}},
-            "required": ["word"],
-        },
-    },
-}
-HALT: dict[str, Any] = {"type": "function", "function": {"name": "stop"}}
 CALLS = (
     ToolCall("c1", "look_up", {"word": 'a {cup}\n"é"', "most": 3, "x": [1.5, None, True, {"y": {}}]}),
     ToolCall("c2", "stop", {}),
@@ -276,18 +248,15 @@ def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
     """Return turns as programs give them to transformers."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
-        if turn.role == "tool":
-            messages.append({"role": "tool", "tool_call_id": turn.tool_call_id, "content": turn.texts[0]})
-            continue
         content: list[dict[str, str]] = []
         for number, text in enumerate(turn.texts):
             content += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-        messages.append({"role": turn.role, "content": content})
-        if turn.tool_calls:
-            messages[-1]["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in turn.tool_calls
-            ]
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in turn.tool_calls
+        ]
+        messages.append({"role": turn.role, "content": content, "tool_call_id": turn.tool_call_id})
+        messages[-1] |= {"tool_calls": calls} if calls else {}
     return messages
 
 
@@ -329,12 +298,10 @@ def test_ids_equal_transformers(
 
 def test_special_tokens_in_definitions_calls_and_results_stay_text(pipe: Pipeline) -> None:
     typed = "".join(SPECIALS.values()) + "{{ messages }}{% raw %}"
-    function = {"name": "f", "description": typed, "parameters": {"type": "object", "properties": {typed: {}}}}
-    history = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), (ToolCall(typed, "f", {typed: [typed]}),))]
 
     def encoded(text: str) -> list[int]:
-        tools = Tools(json.loads(json.dumps([{"type": "function", "function": function}]).replace(typed, text)))
-        turns = [history[0], Turn("assistant", ("",), (ToolCall("1", "f", {text: [text]}),))]
+        tools = Tools([function(description=text, parameters={"type": "object", "properties": {text: {}}})])
+        turns = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), (ToolCall("1", "f", {text: [text]}),))]
         found = pipe.prompts.encode([text], history=turns, tools=tools, tool_call_id="1")
         return [*found.texts[0], *found.texts[1]]
 
@@ -343,10 +310,7 @@ def test_special_tokens_in_definitions_calls_and_results_stay_text(pipe: Pipelin
     assert pipe.prompts.tokenizer.decode(encoded(typed), skip_special_tokens=False).count(typed) == 5
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "qwen-tied"])
-def test_a_template_without_tools_is_an_error(name: str, pipeline: Callable[..., Pipeline]) -> None:
-    prompts = pipeline(name).prompts
+def test_calls_without_a_place_in_the_template_are_an_error(pipeline: Callable[..., Pipeline]) -> None:
     turns = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), CALLS[:1])]
-    for options in ({"tools": Tools([HALT])}, {"history": turns, "tool_call_id": "c1"}):
-        with pytest.raises(PromptError, match="chat template has no tools"):
-            prompts.encode(["", QUESTION] if "tools" in options else ["Red."], **options)  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="chat template has no tools"):
+        pipeline("qwen-tied").prompts.encode(["Red."], history=turns, tool_call_id="c1")
