@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -16,9 +15,7 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination, Reply, collect_replies
 from sinkprune.calibration.tasks import VARIED_SCENES, load_task, with_grey_picture
-from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
-from support.programs.commands import run
 
 DEMO = Path(__file__).parents[2] / "demo"
 QUESTIONS = {"pocket": load_task("scenes"), "pocket-qwen3": load_task(VARIED_SCENES)}
@@ -48,16 +45,6 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Pocket:
 def accuracy(replies: Iterable[Reply]) -> float:
     """Return the share of right replies."""
     return fmean(reply.right for reply in replies)
-
-
-@pytest.mark.parametrize(
-    ("name", "columns"),
-    [("pocket", "step,stage,rate,probe,names,looks,answers\n"), ("pocket-qwen3", "step,stage,seconds,rate,")],
-)
-def test_it_is_small_and_has_a_card(name: str, columns: str) -> None:
-    assert sum(file.stat().st_size for file in (DEMO / name).iterdir()) < 16e6
-    assert "license: apache-2.0" in (DEMO / name / "README.md").read_text(encoding="utf-8")
-    assert (DEMO / name / "loss.csv").read_text(encoding="utf-8").startswith(columns)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +134,3 @@ done
     assert refused.returncode == 2 and refused.stderr.startswith("error: the demo did not write "), refused
     assert all(name in refused.stderr and (out / name).read_text() == "mine" for name in mine)
     assert "scene" not in refused.stderr and (out / "kept.png").read_bytes() == drawn
-
-
-def test_its_scenes_can_be_written_and_evaluated(pocket: Pocket, tmp_path: Path) -> None:
-    write_scenes(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["scene-0.png", "scene-1.png", "scenes.jsonl"]
-    written = load_task(str(tmp_path / "scenes.jsonl"))
-    originals = list(islice(QUESTIONS["pocket"], len(written)))
-    assert [item.question for item in written] == [item.question for item in originals]
-    assert written[-1].load_image().tobytes() == originals[-1].load_image().tobytes()
-    outcome = run(
-        "sinkprune-evaluate", pocket("pocket").bundle.path, "--data", tmp_path / "scenes.jsonl", "--budgets", "none"
-    )
-    assert outcome.code == 0, outcome.stderr

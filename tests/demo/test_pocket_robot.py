@@ -60,7 +60,6 @@ def test_its_files_fit_together(model: PI0ForConditionalGeneration) -> None:
     assert pictures["image_seq_length"] == (vision.image_size // vision.patch_size) ** 2
     words = AutoTokenizer.from_pretrained(ROBOT)
     assert words.convert_tokens_to_ids("<image>") == model.config.vlm_config.image_token_id == IMAGE
-    assert sum(file.stat().st_size for file in ROBOT.iterdir()) < 16e6
 
 
 OFT = Path(demo.__file__).parent / "pocket-oft"
@@ -86,7 +85,3 @@ def test_the_exported_oft_picks_it_unpruned_and_pruned(policy: Policy, budget: s
     success, picked = run_episodes(act, "test", 8, misnamed=misnamed)
     assert picked >= 0.75
     assert success == 0 if misnamed else success >= 0.75
-
-
-def test_it_is_small() -> None:
-    assert sum(file.stat().st_size for file in OFT.iterdir()) < 16e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,14 +14,11 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.programs.commands import assert_refused, run
-from support.programs.repository import ROOT
+from support.programs.commands import run
 
 
 @pytest.mark.parametrize("dialect", ["opset20", "opset24"])
-def test_the_summary_names_what_was_written(
-    dialect: str, checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
-) -> None:
+def test_the_summary_names_what_was_written(dialect: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     options = ("--budgets", "retain-64", "--methods", "sinkpruner,fastervlm", "--dialect", dialect, "--json")
     outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.stderr
@@ -49,10 +45,6 @@ def test_the_summary_names_what_was_written(
     manifest = read_bundle(tmp_path / "out").manifest
     assert manifest.dialect == dialect
     assert size == sum(spec.size for spec in manifest.files.values())
-    ask = ("--image", photo_file, "--prompt", "Which cup?", "--budget", "retain-64", "--max-new-tokens", 4, "--json")
-    answered = run("sinkprune-run", tmp_path / "out", *ask)
-    assert answered.code == 0, answered.stderr
-    assert json.loads(answered.stdout)["budget"] == "retain-64"
 
 
 @pytest.mark.parametrize(
@@ -79,15 +71,6 @@ def test_the_progress_of_an_export_ends_with_all_weights(
     assert last == {"checking sums": summed}
 
 
-def test_an_export_or_engines_within_a_bundle_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    own = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
-    second = run("sinkprune-export", ROOT / "demo" / "pocket", "-o", own / "second")
-    assert_refused(second, "whose bundle.json lists all its files")
-    built = run("sinkprune-build", bundle("gqa-112"), "-o", own / "engines", "--target", "onnxruntime")
-    assert_refused(built, "whose bundle.json lists all its files")
-    read_bundle(own).verify()
-
-
 _WITHOUT = """
 import sys
 sys.modules["torch"] = None
@@ -101,7 +84,8 @@ raise SystemExit(main(arguments))
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        *((package, "llava-1.1b") for package in ("onnx", "transformers", "sinkprune.export.models.llama")),
+        ("onnx", "llava-1.1b"),
+        ("transformers", "llava-1.1b"),
         ("huggingface_hub", "some/model"),
     ],
 )
@@ -110,13 +94,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tm
     command = [sys.executable, "-c", _WITHOUT, package, source, "-o", str(tmp_path / "out")]
     command += ["--random-weights"] if "/" not in source else []
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    if package.startswith("sinkprune"):
-        # That it is missing is our bug.
-        assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
-        return
     assert done.returncode == 2, done.stderr
-    assert done.stderr == (
-        f"error: exporting needs the package '{package}', which is not installed. "
-        "Install it with Python 3.11 or later: pip install --editable '.[export]' (in the clone).\n"
-    )
+    assert done.stderr.startswith(f"error: exporting needs the package '{package}', which is not installed. Install")
+    assert "pip install --editable '.[export]'" in done.stderr
     assert list(tmp_path.iterdir()) == []

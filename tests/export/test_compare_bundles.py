@@ -15,12 +15,6 @@ SANITIZER = "sinkpruner/retain-64/sanitizer"
 Graph = onnx.GraphProto
 
 
-@pytest.fixture
-def copied(bundle: Callable[..., Path], tmp_path: Path) -> Path:
-    """A bundle to alter."""
-    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "copied"))
-
-
 def another_operator(graph: Graph) -> None:
     next(node for node in graph.node if node.op_type == "Concat").op_type = "Add"
 
@@ -30,7 +24,10 @@ def another_constant(graph: Graph) -> None:
     tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) + 1, tensor.name))
 
 
-def test_each_change_is_found(bundle: Callable[..., Path], copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_change_is_found(
+    bundle: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "copied"))
     path = copied / "graphs" / f"{SANITIZER}.onnx"
     whole = path.read_bytes()
     for change, place in (

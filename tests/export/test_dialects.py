@@ -1,9 +1,8 @@
-"""Both dialects compute the same: operation by operation against numpy, graph by graph and answer by answer."""
+"""Both dialects compute the same: operation by operation against numpy, and answer by answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.graph import Graph
 from sinkprune.export.weights import PRECISIONS
-from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.kv_cache import cache_names
-from sinkprune.runtime.backends.models import Model
-from support.models.graphs import Array, Run, loaded
+from support.models.graphs import Array, loaded
 from support.programs.slow_cases import slow_except
+from support.references.steps import ask
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 BUDGETS = ("retain-64", "retain-32+raster+visual-keys+compact")
@@ -37,7 +32,6 @@ KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "qwen2-vl, several images": ("qwen2-vl", ("prune-80",), 2),
     "qwen3-vl": ("qwen3-vl", ("prune-80",), 1),
 }
-Bundles = Callable[..., Path]
 Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
 
 
@@ -79,17 +73,6 @@ def test_the_norm_is_computed_in_fp32(dialect: str, precision: str) -> None:
 
 
 @both_precisions
-@both_dialects
-def test_rotary_turns_the_halves(dialect: str, precision: str) -> None:
-    x, angle = normal(1, 1, 3, 5, 8, precision=precision), normal(2, 1, 5, 4)
-    cos, sin = (table(angle).astype(x.dtype) for table in (np.cos, np.sin))
-    first, second = np.split(x.astype(np.float64), 2, axis=-1)
-    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    found = operation(dialect, precision, lambda d, op, v: d.rotary(op, *v), x, cos, sin)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE[precision])
-
-
-@both_precisions
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @both_dialects
 def test_attention_sees_what_the_mask_shows(dialect: str, heads: int, kv_heads: int, precision: str) -> None:
@@ -116,112 +99,23 @@ def test_the_running_sum_is_exact(dialect: str, size: int) -> None:
     np.testing.assert_array_equal(found, np.cumsum(x))
 
 
-def given(spec: GraphSpec, sizes: dict[str, int]) -> dict[str, Array]:
-    """Inputs for a graph: normal numbers, and for the indices rows of an image, or of two, followed by text."""
-    start = 4
-    indices = {
-        "visual_index": np.arange(start, start + sizes["V"]),
-        "text_index": np.arange(start + sizes["V"], sizes["S"]),
-        "visual_group": np.arange(sizes["V"]) * 2 // max(sizes["V"], 1),
-        "quota": np.arange(20) // 10,
-    }
-
-    def array(tensor: TensorSpec, seed: int) -> Array:
-        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape]
-        return normal(seed, *shape).astype(tensor.dtype)
-
-    return {
-        tensor.name: indices[tensor.name] if tensor.name in indices else array(tensor, seed)
-        for seed, tensor in enumerate(spec.inputs)
-        if not tensor.name.startswith("past_")
-    }
-
-
-def sizes_of(new: int) -> dict[str, int]:
-    return {"G": 2, "N": 40, "n": 7, "S": new, "V": max(new - 10, 0), "V2": 20, "L": 6}
-
-
-PREFILL, CONTINUED, DECODE = sizes_of(60), sizes_of(30), sizes_of(1)
-
-
-def seen(spec: GraphSpec, root: Path, photo: Image.Image) -> dict[str, Array]:
-    """What `vision` is given of a photo."""
-    arrays = Pipeline.load(root, check_sums=False).family.inputs(photo)
-    return {tensor.name: arrays[tensor.name].astype(tensor.dtype) for tensor in spec.inputs}
-
-
-def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, GraphSpec, list[Run]]]:
-    """Every graph of a small bundle, in both dialects; a decoder keeps its caches from call to call."""
-    name, budgets, images = KINDS[kind]
-    bundles = [read_bundle(bundle(name, precision, budgets, dialect, images)) for dialect in DIALECTS]
-    backend = load_backend("ort-cpu", threads=1)
-
-    def engine(one: Bundle, graph: str) -> Run:
-        model = Model.of_bundle(one, graph)
-        if graph.startswith("decoder_"):
-            decoder = backend.load_decoder(model, one.manifest.cache, lambda engine: engine)
-            call = partial(decoder, cache=decoder.new_cache())
-        else:
-            call = backend.load(model)
-
-        def run_engine(**inputs: Array) -> dict[str, Array]:
-            outputs = call({name: backend.tensor(array) for name, array in inputs.items()})
-            return {name: backend.numpy(tensor) for name, tensor in outputs.items()}
-
-        return run_engine
-
-    for name, spec in bundles[0].manifest.graphs.items():
-        other = bundles[1].manifest.graphs[name]
-        assert other == spec or (name.startswith("decoder_") and other.inputs == spec.inputs)
-        yield name, spec, [engine(one, name) for one in bundles]
-
-
 @pytest.mark.parametrize(
     ("kind", "precision"),
     # The others are made of the same operators.
-    slow_except({("llava", "fp16")}, product(KINDS, PRECISIONS)),
+    slow_except(
+        {("llava", "fp16"), ("llava, several images", "fp32"), ("qwen3-vl", "fp32")}, product(KINDS, PRECISIONS)
+    ),
 )
-def test_every_graph_computes_the_same_in_both_dialects(
-    kind: str, precision: str, bundle: Bundles, photo: Image.Image
-) -> None:
-    compared, (checkpoint, budgets, images) = 0, KINDS[kind]
-    root = bundle(checkpoint, precision, budgets, "opset24", images)
-    for name, spec, engines in pairs(bundle, kind, precision):
-        for sizes in (PREFILL, CONTINUED, DECODE) if name.startswith(("decoder", "head")) else (PREFILL,):
-            inputs = seen(spec, root, photo) if name == "vision" else given(spec, sizes)
-            native, lowered = (engine(**inputs) for engine in engines)
-            assert native.keys() == lowered.keys()
-            caches = cache_names(spec)
-            for output, wanted in native.items():
-                if output in caches:
-                    # One gives all rows of the cache, the other the new ones.
-                    filled = {PREFILL["S"]: 60, CONTINUED["S"]: 90, DECODE["S"]: 91}[sizes["S"]]
-                    wanted = wanted[:, :, filled - sizes["S"] : filled]
-                found, where = lowered[output], f"{name}: {output} of {sizes}"
-                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
-                if wanted.dtype == np.int64:
-                    np.testing.assert_array_equal(found, wanted, where)
-                else:
-                    # Roundings add up from layer to layer; each has two caches.
-                    deep = max(1, len(caches) // 8)
-                    atol = deep * TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
-                    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=where)
-                    compared += 1
-    assert compared > 50
-
-
-@pytest.mark.parametrize("kind", slow_except({"llava, several images", "qwen3-vl"}, KINDS))
-def test_the_answers_are_the_same(kind: str, bundle: Bundles, photo: Image.Image) -> None:
+def test_the_answers_are_the_same(kind: str, precision: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
     name, budgets, images = KINDS[kind]
-    pipelines = [Pipeline.load(bundle(name, "fp32", budgets, dialect, images)) for dialect in DIALECTS]
-    for budget in ("none", *budgets):
-        answers = [
-            pipeline.generate(
-                [photo] * images, "Which colour is the cup?", budget=budget, max_new_tokens=12, min_new_tokens=12
-            )
-            for pipeline in pipelines
-        ]
-        assert answers[0].token_ids == answers[1].token_ids
-        assert answers[0].text == answers[1].text
-        assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
-        assert answers[0].kept.index.tolist() == answers[1].kept.index.tolist()
+    pipelines = [Pipeline.load(bundle(name, precision, budgets, dialect, images)) for dialect in DIALECTS]
+    # fp16 rounds, and another choice of tokens is another answer.
+    exact = precision == "fp32"
+    for budget in ("none", *budgets) if exact else ("none",):
+        (native, wanted), (lowered, logits) = (ask(one, [photo] * images, budget, 12) for one in pipelines)
+        compared = slice(12 if exact else 1)
+        np.testing.assert_allclose(logits[compared], wanted[compared], atol=TOLERANCE[precision] * abs(wanted).max())
+        if exact:
+            assert lowered.token_ids == native.token_ids
+            assert lowered.tokens_per_layer == native.tokens_per_layer
+            assert lowered.kept.index.tolist() == native.kept.index.tolist()

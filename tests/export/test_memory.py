@@ -32,19 +32,13 @@ def peak_bytes(config: dict[str, Any], folder: Path) -> int:
 def llava(layers: int, width: int) -> dict[str, Any]:
     """A LLaVA whose decoder is nearly all of it."""
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": 320}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     return {
         "model_type": "llava",
         "image_token_index": 300,
         "vision_config": {"model_type": "clip_vision_model", "image_size": 112, "patch_size": 14, **vision},
-        "text_config": {
-            "model_type": "llama",
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "vocab_size": 320,
-        },
+        "text_config": {"model_type": "llama", **text, **heads},
     }
 
 

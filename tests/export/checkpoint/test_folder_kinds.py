@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from support.programs.commands import assert_refused, run
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4968243304\n"
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"})
+TEXT = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+POLICY = "pretrained_model"
 LLAVA = {"model_type": "llava", "architectures": ["LlavaLlamaForCausalLM"], "mm_vision_tower": "openai/clip"}
 
 WITHOUT_WEIGHTS = {
@@ -24,24 +26,21 @@ WITHOUT_WEIGHTS = {
     "pytorch_model.bin": "from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')",
     "llava-Q4_K_M.gguf": "is for another runtime. Give the checkpoint that it was made of",
     ".cache/huggingface/download/x.incomplete": "A download has not finished. Run the same `hf download` again",
-    "policy_preprocessor_step_6_normalizer_processor.safetensors": "json. Download the weights",
+    "policy_preprocessor_step_6_normalizer_processor.safetensors": "Download the weights",
     "README.md": "Download the weights",
 }
 """What is said by the name of a file in a folder that has no weights that are read."""
 
 
 @pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
-def test_a_folder_without_weights_is_named_by_what_it_has(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "it"))
+def test_a_folder_without_weights_is_named_by_what_it_has(name: str, copied: Callable[..., Path]) -> None:
+    folder = copied("gqa-112")
     (folder / "model.safetensors").unlink()
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("{}")
-    with pytest.raises(CheckpointError) as raised:
+    said = "neither model.safetensors nor model.safetensors.index.json. "
+    with pytest.raises(CheckpointError, match=said + ".*" + re.escape(WITHOUT_WEIGHTS[name].format(folder=folder))):
         open_source(ExportRequest(str(folder)))
-    assert "found neither model.safetensors nor model.safetensors.index.json. " in str(raised.value)
-    assert WITHOUT_WEIGHTS[name].format(folder=folder) in str(raised.value)
 
 
 FOLDERS: dict[str, tuple[dict[str, str], str]] = {
@@ -49,17 +48,22 @@ FOLDERS: dict[str, tuple[dict[str, str], str]] = {
     "embedding": ({"modules.json": "[]", "config.json": "{}"}, "is an embedding model (sentence-transformers)"),
     "trainings": (
         {f"checkpoint-{n}/config.json": "{}" for n in (500, 1000)},
-        "Give one of them: {folder}/checkpoint-1000",
+        "one of them: {folder}/checkpoint-1000",
     ),
-    "gguf": (
-        {"mmproj-model-f16.gguf": ""},
-        "has no config.json, and is no checkpoint in Hugging Face format. 'mmproj",
-    ),
+    "gguf": ({"mmproj-model-f16.gguf": ""}, "is no checkpoint in Hugging Face format. 'mmproj"),
     "empty": ({}, "config.json' is missing"),
     "original llava": ({"config.json": json.dumps(LLAVA)}, "Export the same model from huggingface.co/llava-hf"),
-    "text": (
-        {"config.json": '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}'},
-        "is a Qwen2ForCausalLM, a text model without a vision tower, which is not supported",
+    "text": ({"config.json": json.dumps(TEXT)}, "is a Qwen2ForCausalLM, a text model without a vision tower"),
+    "last training": ({f"last/{POLICY}/config.json": '{"type": "pi0"}'}, "lerobot-train"),
+    "trainings of a policy": (
+        {f"checkpoints/{steps}/{POLICY}/config.json": "{}" for steps in ("020000", "100000", "060000")},
+        "Export {folder}/checkpoints/100000/pretrained_model",
+    ),
+    "openpi in JAX form": ({"params/_METADATA": "{}", "assets/x/norm_stats.json": "{}"}, "lerobot/pi0_base"),
+    "openpi in PyTorch form": ({"config.json": '{"action_dim": 32, "action_horizon": 10}'}, "lerobot/pi05_base"),
+    "adapter of a policy": (
+        {"adapter_config.json": ADAPTER, "config.json": '{"type": "pi0"}'},
+        "an adapter (PEFT, LoRA) of the policy 'Qwen/Qwen3-VL-8B-Instruct'",
     ),
 }
 
@@ -76,8 +80,10 @@ def test_a_folder_that_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_pointers_of_git_lfs_are_named(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("qwen"), tmp_path / "it"))
+def test_pointers_of_git_lfs_are_named(
+    name: str, checkpoint: Callable[[str], Path], copied: Callable[..., Path]
+) -> None:
+    folder = copied("qwen")
     (folder / name).write_text(POINTER)
     (folder / "model-00002-of-00002.safetensors").write_text(POINTER)
     (folder / "photo.png").write_text(POINTER)

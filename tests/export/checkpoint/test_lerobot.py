@@ -14,14 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from sinkprune import Policy
-from sinkprune.contract.errors import (
-    CheckpointError,
-    ImageError,
-    PromptError,
-    SinkpruneError,
-    UnitsWarning,
-    UsageError,
-)
+from sinkprune.contract.errors import CheckpointError, ImageError, PromptError, UnitsWarning, UsageError
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.lerobot import translated_files
@@ -64,6 +57,12 @@ def source(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Path:
     return checkpoint("pi0")
 
 
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    """It in LeRobot's form, to be changed."""
+    return write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+
+
 def exported(folder: Path, output: Path, **options: Any) -> Policy:
     export_bundle(ExportRequest(str(folder), budgets=(BUDGET,), **options), output)
     return Policy.load(output)
@@ -74,14 +73,14 @@ def noise(policy: Policy) -> Array:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def expert_inputs(policy: Policy) -> list[dict[str, Array]]:
-    """The inputs of each call of the expert from now on."""
-    seen: list[dict[str, Array]] = []
+def expert_states(policy: Policy) -> list[Array]:
+    """The state of each call of the expert from now on."""
+    seen: list[Array] = []
     chain = policy._model.chain
     last = chain.last
 
     def recorded(inputs: Any) -> Any:
-        seen.append({name: np.array(chain.backend.numpy(inputs[name])) for name in ("state",)})
+        seen.append(np.array(chain.backend.numpy(inputs["state"]))[0, 0])
         return last(inputs)
 
     chain.last = recorded  # type: ignore[method-assign,assignment]
@@ -107,10 +106,8 @@ def test_chunks_equal_those_of_the_other_form(source: Path, photo: Image.Image, 
         np.testing.assert_allclose(*chunks, atol=1e-6)
     assert lerobot.facts.cameras == (*CAMERAS, EMPTY)
     assert lerobot.bundle.manifest.max_images == 3
-    assert lerobot.facts.most_prompt_tokens == 48
-    assert (
-        resolve_limits(lerobot.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None).prompt_tokens == 48
-    )
+    limits = resolve_limits(lerobot.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
+    assert lerobot.facts.most_prompt_tokens == limits.prompt_tokens == 48
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_ranges_become_minus_one_to_one(
         own[high][1] = own[low][1]
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", statistics, modes=(mode, mode))
     policy = exported(folder, tmp_path / "bundle")
-    seen, own = expert_inputs(policy), statistics["observation.state"]
+    seen, own = expert_states(policy), statistics["observation.state"]
     state = np.array(STATE, np.float32)
     state[1] = own[low][1]
     begun = noise(policy)
@@ -133,27 +130,27 @@ def test_ranges_become_minus_one_to_one(
     length = np.where(own[high] == own[low], 1e-8, own[high].astype(np.float64) - own[low])
     expected = 2 * (state.astype(np.float64) - own[low]) / length - 1
     assert expected[1] == -1
-    np.testing.assert_allclose(seen[0]["state"][0, 0, :5], expected, atol=1e-5)
-    assert not seen[0]["state"][0, 0, 5:].any()
+    np.testing.assert_allclose(seen[0][:5], expected, atol=1e-5)
+    assert not seen[0][5:].any()
     own = statistics["action"]
     plain = exported(write_lerobot_checkpoint(source, tmp_path / "plain", {}), tmp_path / "no-statistics")
     assert plain.facts.usual_state == (0.0,) * 6
-    raw = plain.act([photo, None, photo], INSTRUCTION, seen[0]["state"][0, 0], noise=begun, steps=1).actions
+    raw = plain.act([photo, None, photo], INSTRUCTION, seen[0], noise=begun, steps=1).actions
     assert raw.shape == (5, 4) and report.actions.shape == (5, 3)
     middle, half = (own[high].astype(np.float64) + own[low]) / 2, (own[high].astype(np.float64) - own[low]) / 2
     np.testing.assert_allclose(report.actions, raw[:, :3] * half + middle, atol=1e-4)
 
 
-def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(source: Path, photo: Image.Image, tmp_path: Path) -> None:
+def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(
+    source: Path, folder: Path, photo: Image.Image, tmp_path: Path
+) -> None:
     """Their statistics are tensors of the model, in any shard. Their embedding table is the head, with transformers
     before 4.52. Pictures lie at the right and lower edges of the square.
     """
     statistics, former = drawn("mean", "std"), tmp_path / "former"
     changes = {"num_steps": 7, "resize_imgs_with_padding": [112, 112], "proj_width": 1024}
-    gone = dict.fromkeys(
-        ["paligemma_variant", "action_expert_variant", "num_inference_steps", "image_resolution"], "-"
-    )
-    write_lerobot_checkpoint(source, former, statistics, **changes, **gone)
+    gone = ("paligemma_variant", "action_expert_variant", "num_inference_steps", "image_resolution")
+    write_lerobot_checkpoint(source, former, statistics, **changes, **dict.fromkeys(gone, "-"))
     for file in former.glob("policy_p*"):
         file.unlink()
     tensors = load_file(former / "model.safetensors")
@@ -170,8 +167,7 @@ def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(source: Path, photo: 
     for shard in {*shards.values()}:
         save_file({name: values for name, values in tensors.items() if shards[name] == shard}, former / shard)
     (former / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    new = exported(write_lerobot_checkpoint(source, tmp_path / "new", statistics), tmp_path / "a")
-    old = exported(former, tmp_path / "b")
+    new, old = exported(folder, tmp_path / "a"), exported(former, tmp_path / "b")
     assert old.facts.steps == 7
     assert old.facts.state_mean == new.facts.state_mean == tuple(statistics["observation.state"]["mean"].tolist())
     frames, given = [photo.resize((112, 112)), None, None], {"noise": noise(new), "steps": 3}
@@ -192,9 +188,7 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
     pi0_tokenizer().save_pretrained(tmp_path / "tokenizer")
     command = [str(folder), "-o", str(tmp_path / "bundle"), "--budgets", BUDGET]
     assert main([*command, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    own = exported(write_lerobot_checkpoint(source, tmp_path / "with", drawn("mean", "std")), tmp_path / "b")
-    written = [(path / "weights" / "tokenizer.json").read_text() for path in (tmp_path / "bundle", tmp_path / "b")]
-    assert written[0] == written[1] and own.facts.cameras
+    assert Policy.load(tmp_path / "bundle").facts.cameras
     for name in TOKENIZER_FILES:
         (tmp_path / "tokenizer" / name).unlink(missing_ok=True)
     assert main([*command, "--force", "--tokenizer", str(tmp_path / "tokenizer")]) == 2
@@ -204,23 +198,16 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
 
 
 def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Path) -> None:
-    """As LeRobot after 0.6 saves it, also in a hub cache, whose files are links."""
-    folder = tmp_path / "models--me--pi0" / "snapshots" / "1a2b"
-    folder.parent.mkdir(parents=True)
-    write_lerobot_checkpoint(source, folder, drawn("mean", "std"), tokenizer=False)
+    """As LeRobot after 0.6 saves it."""
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), tokenizer=False)
     saved = {"tokenizer_name": "tokenizer"}
     rewritten(folder, *before(lambda steps: steps[3].update(config={**steps[3]["config"], **saved}, artifacts=saved)))
-    with pytest.raises(CheckpointError, match=r"1a2b/tokenizer' has no tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"lerobot/tokenizer' has no tokenizer\.json"):
         open_source(ExportRequest(str(folder)))
     pi0_tokenizer().save_pretrained(folder / "tokenizer")
-    blob = folder.parents[1] / "blobs" / "0"
-    blob.parent.mkdir()
-    (folder / "tokenizer" / "tokenizer.json").rename(blob)
-    (folder / "tokenizer" / "tokenizer.json").symlink_to("../../../blobs/0")
-    opened = open_source(ExportRequest(str(folder)))
-    opened.weights.close()
+    open_source(ExportRequest(str(folder))).weights.close()
     (tmp_path / "tokenizer").mkdir()
-    rewritten(folder, *before(configured(3, tokenizer_name="../../../tokenizer")))
+    rewritten(folder, *before(configured(3, tokenizer_name="../tokenizer")))
     with pytest.raises(CheckpointError, match="leads out of the checkpoint folder"):
         open_source(ExportRequest(str(folder)))
 
@@ -236,17 +223,14 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
         ({"rtc_config": {"execution_horizon": 10}}, "rtc_config is enabled.* Write null as rtc_config"),
         ({"normalization_mapping": {"VISUAL": "LOG"}}, "config.json normalises VISUAL by 'LOG'"),
         ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
-        (
-            {"input_features": {"observation.state": {"type": "STATE", "shape": [99]}}},
-            r"has the shape \[99\], expected",
-        ),
+        ({"input_features": {"observation.state": {"type": "STATE", "shape": [99]}}}, r"has the shape \[99\], exp"),
         ({"action_expert_variant": "gemma_2b"}, "do not belong together"),
     ],
 )
 def test_settings_that_cannot_be_read_are_rejected(
-    changes: dict[str, Any], message: str, source: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), **changes)
+    rewritten(folder, "config.json", lambda config: config.update(changes))
     with pytest.raises(CheckpointError, match=message):
         export_bundle(ExportRequest(str(folder), budgets=(BUDGET,)), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
@@ -283,10 +267,7 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
     [
         (before(lambda steps: steps.append({"registry_name": "clip"})), r"json has the step 'clip', which is not k"),
         (before(lambda steps: steps.append(steps[6])), "has the step 'normalizer_processor' twice"),
-        (
-            before(lambda steps: steps.insert(0, steps.pop())),
-            "another order than rename_observations_processor, norm",
-        ),
+        (before(lambda steps: steps.insert(0, steps.pop())), "another order than rename_observations_processor, no"),
         (before(lambda steps: steps.pop(2)), "has no step 'pi0_new_line_processor'"),
         (
             before(configured(2, times=2)),
@@ -295,19 +276,15 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
         (before(configured(3, padding_side="left")), "'padding_side' 'left', expected 'right'"),
         (before(configured(5, enabled=True)), "'relative_actions_processor' in .*'absolute_actions_.* differ"),
         (after(configured(1, enabled=True)), "'relative_actions_processor' in .*'absolute_actions_.* differ"),
-        (before(configured(5, enabled="yes")), "enabled"),
         (before(lambda steps: steps.append({**steps.pop(5), "config": {"enabled": True}})), "another order than ren"),
         (
             after(lambda steps: steps.insert(0, {**steps.pop(1), "config": {"enabled": True}})),
-            "another order than unn",
+            "another order than un",
         ),
         (after(configured(0, eps=1e-3)), "in policy_postprocessor.json has the setting 'eps' 0.001, expected 1e-08"),
         (after(configured(0, norm_map={"ACTION": "LOG"})), "normalises ACTION by 'LOG', expected STATE, VIS"),
         (after(lambda steps: steps[0]["config"].pop("norm_map")), "'unnormalizer_processor' in .* has no norm_map"),
-        (
-            before(configured(6, norm_map={"STATE": "QUANTILES"})),
-            r"'q01' and 'q99' of the state have the shapes \[0\]",
-        ),
+        (before(configured(6, norm_map={"STATE": "QUANTILES"})), r"'q01' and 'q99' of the state have the shapes \[0"),
         (before(lambda steps: steps[6].update(state_file="no.safetensors")), "no.safetensors' is missing"),
         (before(lambda steps: steps[6].update(state_file="../x")), "out of the checkpoint"),
         (before(configured(0, rename_map={"a": CAMERAS[0], "b": CAMERAS[0]})), "has the names a, b for .*top'"),
@@ -315,9 +292,8 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
     ],
 )
 def test_pipelines_that_cannot_be_read_are_rejected(
-    file: tuple[str, Callable[[Any], Any]], message: str, source: Path, tmp_path: Path
+    file: tuple[str, Callable[[Any], Any]], message: str, folder: Path
 ) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
     rewritten(folder, *file)
     with pytest.raises(CheckpointError, match=message):
         translated(folder)
@@ -330,19 +306,18 @@ def test_pipelines_that_cannot_be_read_are_rejected(
         (["ELBOW", ""], ["shoulder.pos", "elbow.pos"], [True, False, True]),
         (["pos"], ["a.pos", "b.pos", "c.pos"], None),
         (["gripper"], None, [True] * 3),
-        ([], ["a", "b", "c", "d"], [True] * 3),
     ],
 )
 def test_relative_actions_are_read(
-    excluded: list[str], names: list[str] | None, relative: list[bool] | None, source: Path, tmp_path: Path
+    excluded: list[str], names: list[str] | None, relative: list[bool] | None, folder: Path
 ) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), use_relative_actions=True)
+    plain = translated(folder)
+    rewritten(folder, "config.json", lambda config: config.update(use_relative_actions=True))
     rewritten(folder, *before(configured(5, enabled=True, exclude_joints=excluded, action_names=names)))
     rewritten(folder, *after(configured(1, enabled=True)))
     found = translated(folder)
     assert found.pop("actions_relative", None) == relative
-    wide = write_lerobot_checkpoint(source, tmp_path / "plain", drawn("mean", "std"))
-    assert translated(wide) == found
+    assert found == plain
 
 
 def test_relative_actions_have_numbers_of_the_state(source: Path, tmp_path: Path) -> None:
@@ -372,14 +347,14 @@ def saved(folder: Path, change: Callable[[dict[str, Array]], dict[str, Array]]) 
         save_file(change(load_file(file)), file)
 
 
-def test_statistics_broadcast_or_are_rejected(source: Path, tmp_path: Path) -> None:
-    statistics = drawn("mean", "std")
-    folder, std = write_lerobot_checkpoint(source, tmp_path / "lerobot", statistics), statistics["action"]["std"]
+def test_statistics_broadcast_or_are_rejected(folder: Path) -> None:
+    statistics = drawn("mean", "std")["action"]
+    std = statistics["std"]
     for values in (std[None], std.astype(np.float16), np.array([0.5], np.float32)):
         saved(folder, lambda tensors, values=values: {**tensors, "action.std": np.ascontiguousarray(values)})
         found = translated(folder)
         np.testing.assert_array_equal(found["actions_std"], np.broadcast_to(np.float32(values).reshape(-1), 3))
-        np.testing.assert_array_equal(found["actions_mean"], statistics["action"]["mean"])
+        np.testing.assert_array_equal(found["actions_mean"], statistics["mean"])
     for values, message in (
         (np.array([1, np.inf, 1], np.float32), "'mean' and 'std' of the actions are not all finite, expected 3"),
         (np.ones(2, np.float32), r"have the shapes \[3\] and \[2\], expected 3 finite numbers each for MEAN_STD"),
@@ -391,17 +366,20 @@ def test_statistics_broadcast_or_are_rejected(source: Path, tmp_path: Path) -> N
             translated(folder)
 
 
-@pytest.mark.parametrize("name", ["policy_preprocessor.json", "policy_postprocessor.json", "policy_p*.json"])
-@pytest.mark.parametrize("former", [False, True])
-def test_pipelines_that_are_missing_are_named(name: str, former: bool, source: Path, tmp_path: Path) -> None:
-    """Also next to a configuration of LeRobot 0.3, whose weights may have the statistics."""
-    changes = {"resize_imgs_with_padding": [112, 112]} if former else {}
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), **changes)
+@pytest.mark.parametrize(
+    ("changes", "name", "missing"),
+    [
+        ({}, "policy_preprocessor.json", "policy_preprocessor.json"),
+        ({}, "policy_p*.json", "policy_preprocessor.json"),
+        # LeRobot 0.3, whose weights may have the statistics
+        ({"resize_imgs_with_padding": [112, 112]}, "policy_postprocessor.json", "policy_postprocessor.json"),
+        ({"resize_imgs_with_padding": [112, 112]}, "policy_p*.json", "normalize_inputs.buffer_observation_state"),
+    ],
+)
+def test_pipelines_that_are_missing_are_named(changes: dict[str, Any], name: str, missing: str, folder: Path) -> None:
+    rewritten(folder, "config.json", lambda config: config.update(changes))
     for file in folder.glob(name):
         file.unlink()
-    missing = (
-        "normalize_inputs.buffer_observation_state" if former and "*" in name else name.replace("*", "reprocessor")
-    )
     with pytest.raises(CheckpointError, match=missing):
         translated(folder)
 
@@ -410,23 +388,19 @@ CAMERA = {f"{CAMERAS[0]}.{name}": np.full((3, 1, 1), 0.5, np.float32) for name i
 
 
 @pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX"])
-def test_normalised_frames_are_rejected(mode: str, source: Path, tmp_path: Path) -> None:
+def test_normalised_frames_are_rejected(mode: str, folder: Path) -> None:
     """Where LeRobot would normalise them: not without statistics, and not if the step leaves observations out."""
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
     modes = {"VISUAL": mode, "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     rewritten(folder, *before(configured(6, norm_map=modes)))
     plain = translated(folder)
     saved(folder, lambda tensors: {**tensors, **CAMERA})
-    with pytest.raises(
-        CheckpointError, match=f"the frames of '{CAMERAS[0]}' are normalised by '{mode}', expected IDE"
-    ):
+    with pytest.raises(CheckpointError, match=f"the frames of '{CAMERAS[0]}' are normalised by '{mode}', expected"):
         translated(folder)
     rewritten(folder, *before(configured(6, normalize_observation_keys=["observation.state"])))
     assert translated(folder) == plain
 
 
-def test_cameras_have_the_robot_s_names(source: Path, tmp_path: Path) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+def test_cameras_have_the_robot_s_names(folder: Path) -> None:
     for renaming, names in (
         ({"observation.images.front": CAMERAS[0]}, ["observation.images.front", CAMERAS[1], EMPTY]),
         ({CAMERAS[0]: CAMERAS[1], CAMERAS[1]: CAMERAS[0]}, [CAMERAS[1], CAMERAS[0], EMPTY]),
@@ -436,28 +410,17 @@ def test_cameras_have_the_robot_s_names(source: Path, tmp_path: Path) -> None:
         assert translated(folder)["cameras"] == names
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda folder: saved(folder, lambda tensors: {f"so100.buffer.{name}": own for name, own in tensors.items()}),
-        lambda folder: [
-            rewritten(folder, name, lambda file: [step.pop("state_file", None) for step in file["steps"]])
-            for name in ("policy_preprocessor.json", "policy_postprocessor.json")
-        ],
-        lambda folder: [
-            rewritten(folder, *before(lambda steps: steps.pop())),
-            rewritten(folder, *after(lambda steps: steps.pop(0))),
-        ],
-    ],
-)
+@pytest.mark.parametrize("lost", ["names", "steps"])
 def test_without_statistics_actions_are_normalised_aloud(
-    change: Callable[[Path], Any], source: Path, photo_file: Path, tmp_path: Path, capsys: Any
+    lost: str, folder: Path, photo_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """As base checkpoints are published, and where LeRobot finds none under its own names."""
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
-    change(folder)
-    command = [str(folder), "-o", str(tmp_path / "bundle"), "--budgets", BUDGET, "--json"]
-    assert main(command) == 0
+    if lost == "names":
+        saved(folder, lambda tensors: {f"so100.buffer.{name}": own for name, own in tensors.items()})
+    else:
+        rewritten(folder, *before(lambda steps: steps.pop()))
+        rewritten(folder, *after(lambda steps: steps.pop(0)))
+    assert main([str(folder), "-o", str(tmp_path / "bundle"), "--budgets", BUDGET, "--json"]) == 0
     said = "the checkpoint has no statistics of states and actions, so states and actions are normalised numbers"
     printed = capsys.readouterr()
     assert f"warning: {said}" in printed.err and json.loads(printed.out)["in_robots_units"] is False
@@ -469,36 +432,10 @@ def test_without_statistics_actions_are_normalised_aloud(
     words = ("--camera", photo_file, *("--camera", "none") * 2, "--instruction", "go", "--state", "1,2,3,4,5")
     outcome = run("sinkprune-act", tmp_path / "bundle", *words, "--steps", 1, "--json")
     assert outcome.code == 0 and said in outcome.stderr
-    found = json.loads(outcome.stdout)
-    assert found["notes"] == [policy.facts.units_note] and found["chunks"][0]["in_robots_units"] is False
+    assert json.loads(outcome.stdout)["notes"] == [policy.facts.units_note]
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"last/pretrained_model/config.json": {"type": "pi0"}}, "lerobot-train .* Export .*/last/pretrained_model"),
-        (
-            {f"checkpoints/{steps}/pretrained_model/config.json": {} for steps in ("020000", "100000", "060000")},
-            "lerobot-train .* Export .*/checkpoints/100000/pretrained_model",
-        ),
-        ({"params/_METADATA": {}, "assets/x/norm_stats.json": {}}, "openpi in JAX form.* lerobot/pi0_base"),
-        ({"config.json": {"action_dim": 32, "action_horizon": 10}}, "openpi in PyTorch form.* lerobot/pi05_base"),
-        (
-            {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}, "config.json": {"type": "pi0"}},
-            r"an adapter \(PEFT, LoRA\) of the policy 'lerobot/pi0_base'.* merge_and_unload",
-        ),
-    ],
-)
-def test_folders_around_a_policy_are_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=message):
-        open_source(ExportRequest(str(tmp_path)))
-
-
-def test_cameras_and_prompts_are_those_of_the_training(source: Path, photo: Image.Image, tmp_path: Path) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+def test_cameras_and_prompts_are_those_of_the_training(folder: Path, photo: Image.Image, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--max-images is 2, and .* has 3 cameras: observation\.images\.top, "):
         open_source(ExportRequest(str(folder), max_images=2))
     policy = exported(folder, tmp_path / "bundle")
@@ -507,5 +444,3 @@ def test_cameras_and_prompts_are_those_of_the_training(source: Path, photo: Imag
     with pytest.raises(PromptError, match=r"52 text tokens in the prompt are more than the 48 of the policy's train"):
         policy.act([photo, None, None], "a" * 50, STATE)
     policy.act([photo, None, None], "a" * 46, STATE, steps=1)
-    with pytest.raises(SinkpruneError, match="expected 5 numbers as in the policy's training"):
-        policy.act([photo, None, None], INSTRUCTION, [1.0])

@@ -25,7 +25,6 @@ def read(quantisation: object) -> Quantisation | None:
     [
         (OLDEST, Quantisation("gptq", 4, 128, symmetric=True, reordered=False, zeros_less_one=True)),
         ({**GPTQ, "desc_act": True, "sym": False}, Quantisation("gptq", 4, 128, False, True, True)),
-        ({**GPTQ, "checkpoint_format": "gptq_v2"}, Quantisation("gptq", 4, 128, True, False, False)),
         (
             {**GPTQ, "format": "gptq", "checkpoint_format": "GPTQ_V2"},
             Quantisation("gptq", 4, 128, True, False, False),
@@ -38,12 +37,8 @@ def read(quantisation: object) -> Quantisation | None:
 )
 def test_what_libraries_write_is_read(config: object, expected: Quantisation | None) -> None:
     assert read(config) == expected
-
-
-def test_a_decoder_may_have_its_own() -> None:
-    assert read_quantisation("given", {"text_config": {"quantization_config": AWQ}}) == read(AWQ)
+    assert read_quantisation("given", {"text_config": {"quantization_config": config}}) == expected
     assert read_quantisation("given", {"text_config": None}) is None
-    assert read_quantisation("given", {}) is None
 
 
 @pytest.mark.parametrize(
@@ -51,12 +46,8 @@ def test_a_decoder_may_have_its_own() -> None:
     [
         ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, expected 4 or 8"),
         ({**AWQ, "bits": 8}, "quantization_config.bits is 8, expected 4;"),
-        ({"quant_method": "gptq"}, "quantization_config.bits is None, expected 4 or 8"),
         ({"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors', expected gptq or awq"),
-        (
-            {"quant_method": ["awq"]},
-            r"quantization_config.quant_method: found \['awq'\], expected 1 to 200 printable",
-        ),
+        ({"quant_method": ["awq"]}, r"quantization_config.quant_method: found \['awq'\], expected 1 to 200"),
         ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', expected gemm"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected gptq or gptq_v2"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is true, expected false"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -12,20 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PI0Config,
-    PI0ForConditionalGeneration,
-    Qwen3VLConfig,
-)
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+from transformers import AutoConfig, AutoModelForImageTextToText, PI0Config, PI0ForConditionalGeneration
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.presets import PRESETS, SAME_SHAPES
 from sinkprune.export.families import read_family
 from sinkprune.export.source import ExportRequest, open_source
-from sinkprune.runtime.families import Rotary
 from support.models.graphs import parameters_of
 from support.models.published_configs import PINPOINTS, PROCESSORS, PUBLISHED, with_value
 
@@ -77,19 +68,12 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
         assert known == read_family("preset", PRESETS[name]).processor({})
 
 
-_PALIGEMMA = [f"paligemma-3b-{size}" for size in (224, 448, 896)]
-NOT_COUNTED = ("pi0", "pi0.5", "pi0-fast", "openvla-7b", "openvla-7b-oft")
-"""Policies, which other tests count."""
+# Policies are counted below, and what differs from others by its size alone not at all.
+NOT_COUNTED = {"pi0", "pi0.5", "pi0-fast", "openvla-7b", "openvla-7b-oft", *SAME_SHAPES}
+NOT_COUNTED |= {"llava-1.1b", "llava-1.5-13b", "paligemma-3b-224", "paligemma-3b-448"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in (*PRESETS, "qwen2.5-vl-72b")
-        if name not in (*NOT_COUNTED, *SAME_SHAPES, "llava-1.1b", "llava-1.5-13b", *_PALIGEMMA[:2])
-    ],
-)
+@pytest.mark.parametrize("name", sorted({*PRESETS, "qwen2.5-vl-72b"} - NOT_COUNTED))
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]
     with torch.device("meta"):
@@ -118,9 +102,6 @@ def test_parameters_of_a_policy_are_those_of_transformers() -> None:
     unused = ("model.dit.embed_tokens.weight", "model.vlm.language_model.norm.weight")
     family = read_family("pi0", config)
     assert parameters_of(family) == sum(named.values()) - sum(named[name] for name in unused)
-    # The prefix is Gemma 2B with SigLIP's tower, and the expert has some 300 million weights (arXiv 2410.24164).
-    assert round(sum(count for name, count in named.items() if ".vlm." in name) / 1e8) == 29
-    assert round(sum(count for name, count in named.items() if ".dit.layers" in name) / 1e8) == 3
     facts = family.policy({})
     assert facts is not None
     assert (facts.chunk, facts.state_dim, facts.action_dim, facts.steps) == (50, 32, 32, 10)
@@ -129,33 +110,15 @@ def test_parameters_of_a_policy_are_those_of_transformers() -> None:
 
 def test_parameters_of_openvla_are_those_of_its_files() -> None:
     """The shards of openvla-7b have 15082600824 bytes in bfloat16, with their headers."""
-    unused = {"model": 2 * 1024 + 2 * 1152}
-    for width, inner in ((1024, 4096), (1152, 4304)):
-        unused[f"last block {width}"] = (
-            4 * width**2 + 2 * width * inner + 3 * width + width + inner + width + 4 * width
-        )
-    unused["layer scales"] = 2 * 1024
-    unused["attention pooling"] = 4 * 1152**2 + 4 * 1152 + 1152 + 2 * 1152 + 2 * 1152 * 4304 + 4304 + 1152
-    count = parameters_of(read_family("openvla", PRESETS["openvla-7b"])) + sum(unused.values())
-    assert 0 < 15082600824 - 2 * count < 500_000
+    plain, with_head = (read_family(name, PRESETS[name]) for name in ("openvla-7b", "openvla-7b-oft"))
+    # The last block of each tower, layer scales, norms and attention pooling are in no graph.
+    unused = 13 * 1024 + 19 * 1152 + 2 * 4304 + 4096 + 4 * 1024**2 + 8 * 1152**2 + 2 * 1024 * 4096 + 4 * 1152 * 4304
+    assert 0 < 15082600824 - 2 * (parameters_of(plain) + unused) < 500_000
     # The heads of OpenVLA-OFT have 302242674 bytes in bfloat16 and 67275256 in float32.
-    with_head = read_family("oft", PRESETS["openvla-7b-oft"])
     lm = with_head.language_model
-    extra = parameters_of(with_head) - parameters_of(read_family("openvla", PRESETS["openvla-7b"]))
-    extra += lm.vocab_size * lm.hidden_size
+    extra = parameters_of(with_head) - parameters_of(plain) + lm.vocab_size * lm.hidden_size
     state = 8 * 4096 + 4096 + 4096**2 + 4096
     assert 0 < 302242674 - 2 * (extra - state) < 20_000 and 0 < 67275256 - 4 * state < 20_000
-
-
-def test_positions_of_qwen3_turn_with_each_axis_in_turn() -> None:
-    """Three positions that differ on every axis, as Qwen3VLTextRotaryEmbedding turns them."""
-    sections = read_family("hub", PUBLISHED["qwen3-vl-2b"]).language_model.rope_sections
-    config = Qwen3VLConfig.from_dict(copy.deepcopy(PUBLISHED["qwen3-vl-2b"]))
-    places = torch.tensor([[3, 40, 500], [7, 11, 13], [1, 200, 30]])
-    cos, sin = Qwen3VLTextRotaryEmbedding(config.text_config)(torch.zeros(1), places[:, None])
-    found = Rotary(5e6, 128, torch.zeros(0).numpy().dtype, sections).tables(places.numpy())
-    for ours, theirs in zip(found, (cos, sin), strict=True):
-        assert abs(ours[0] - theirs[0, :, :64].numpy()).max() < 1e-4
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
@@ -190,10 +153,8 @@ def test_a_sliding_window_is_the_most_positions() -> None:
         ("paligemma-3b-448", ("projection_dim",), 1024, "vision_config.projection_dim is 1024, expected 2048"),
         ("llava-1.5-7b", (TEXT, "model_type"), "granite", "model_type is 'granite', expected llama or mistral"),
         ("llava-1.5-7b", (TEXT, "rope_parameters"), DYNAMIC, "rope_type is 'dynamic', expected default or linear"),
-        ("llava-1.5-7b", (TEXT,), {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
         ("llava-1.5-7b", (TEXT, "num_key_value_heads"), 3, "expected .*; found .* 32 heads, 3 key-value heads"),
         ("llava-1.5-7b", (VISION, "model_type"), SIGLIP, "select_strategy is 'default', expected full"),
-        ("llava-next-7b", (VISION, "model_type"), SIGLIP, "model_type is 'siglip_vision_model'"),
         ("llava-1.5-7b", ("vision_feature_select_strategy",), "full", "select_strategy is 'full', expected default"),
         ("llava-1.5-7b", ("vision_feature_layer",), 25, "vision_feature_layer 25 is none of the tower's 24 blocks"),
         ("llava-next-7b", ("image_grid_pinpoints",), [[336, 500]], r"\[\[336, 500\]\], expected pairs .* of .* 336"),
@@ -217,6 +178,13 @@ def test_what_the_graphs_do_not_compute_is_rejected(name: str, place: Any, value
         read_family("hub", with_value(PUBLISHED[name], place, value))
 
 
+OF_CLIPS: list[dict[str, Any]] = [{"do_sample_frames": True}, {"resample": 2}, {"do_center_crop": True}]
+
+
+def clips(**own: Any) -> dict[str, Any]:
+    return {"max_frames": 4, "video_processor": {"size": SQUARE, **own}}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -225,17 +193,8 @@ def test_what_the_graphs_do_not_compute_is_rejected(name: str, place: Any, value
         ("internvl3-1b", {"min_patches": 9, "max_patches": 8}, "min_patches 9 and max_patches 8"),
         ("internvl3-1b", {"max_frames": 4, "video_processor": {}}, "size of videos is .*384.*, expected .*448"),
         ("internvl3-1b", {"max_frames": 4, "do_resize": None}, "do_resize is False, expected True"),
-        *(
-            (
-                "internvl3-1b",
-                {"max_frames": 4, "video_processor": {"size": SQUARE, **own}},
-                f"{next(iter(own))} of videos",
-            )
-            for own in ({"do_sample_frames": True}, {"resample": 2}, {"do_center_crop": True})
-        ),
+        *(("internvl3-1b", clips(**own), f"{name} of videos") for own in OF_CLIPS for name in own),
         ("paligemma-3b-448", {"image_seq_length": 256}, "image_seq_length is 256, expected 1024"),
-        ("paligemma-3b-448", {"size": {"height": 224, "width": 224}}, "size is .*224.*, expected .*448"),
-        ("llava-next-mistral-7b", {"image_processor_type": "CLIPImageProcessor"}, "expected LlavaNextImageProcessor"),
         ("llava-next-mistral-7b", {"size": {"shortest_edge": 224}}, "shows the whole image at .*224.*, expected 336"),
         ("llava-next-mistral-7b", {"image_grid_pinpoints": PINPOINTS[:2]}, "pinpoints .* do not belong together"),
         ("qwen2.5-vl-7b", {"patch_size": 16}, "patch_size is 16, expected 14"),
@@ -248,8 +207,8 @@ def test_a_processor_that_does_not_fit_is_rejected(name: str, settings: dict[str
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "next", "qwen-tied", "qwen3-vl", "internvl"])
-def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
+def test_settings_may_lie_in_processor_config(name: str, copied: Callable[..., Path]) -> None:
+    folder = copied(name)
     at_the_top = opened(folder)
     pictures, clips = folder / "preprocessor_config.json", folder / "video_preprocessor_config.json"
     nested = {"image_processor": json.loads(pictures.read_text())}
@@ -266,9 +225,7 @@ def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[s
     clips.unlink(missing_ok=True)
     assert opened(folder) == at_the_top
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": 5}))
-    with pytest.raises(
-        CheckpointError, match=r"image_processor of processor_config\.json is malformed at \$: found 5"
-    ):
+    with pytest.raises(CheckpointError, match=r"image_processor of processor_config\.json is malformed .* found 5"):
         opened(folder)
 
 

@@ -24,13 +24,6 @@ def test_a_decoder_that_would_be_cut_before_its_features_are_added_is_rejected(t
     assert not (tmp_path / "out").exists()
 
 
-def test_only_the_first_segment_takes_the_features(bundle: Bundles) -> None:
-    manifest = read_bundle(bundle("qwen3-vl")).manifest
-    takes = [name for name, spec in manifest.graphs.items() if "deepstack" in {one.name for one in spec.inputs}]
-    assert takes == ["decoder_0", *(name for name in manifest.graphs if name.endswith("/sanitizer"))]
-    assert manifest.deepstack_width == 3 * 64
-
-
 @pytest.mark.parametrize(
     ("graph", "role", "message"),
     [

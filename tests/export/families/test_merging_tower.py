@@ -87,35 +87,35 @@ class Towers:
         return expected.merged
 
 
+@pytest.fixture
+def towers(checkpoint: Callable[[str], Path], model: Callable[[str], Any]) -> Callable[[str], Towers]:
+    return lambda name: Towers(name, checkpoint, model)
+
+
 @pytest.mark.parametrize(("name", "dialect", "merges"), CASES)
 def test_merged_tokens_are_places_with_equal_rows(
-    name: str,
-    dialect: DialectName,
-    merges: Mapping[int, int],
-    checkpoint: Callable[[str], Path],
-    model: Callable[[str], Any],
-    tmp_path: Path,
+    name: str, dialect: DialectName, merges: Mapping[int, int], towers: Callable[[str], Towers], tmp_path: Path
 ) -> None:
-    towers = Towers(name, checkpoint, model)
-    build = cast("partial[None]", towers.family.graphs([], ())["vision"])
-    found = towers.run(dialect, partial(build, merges=merges), tmp_path)
+    both = towers(name)
+    build = cast("partial[None]", both.family.graphs([], ())["vision"])
+    found = both.run(dialect, partial(build, merges=merges), tmp_path)
     for group in range(2):
-        owner = towers.assert_equal(found, group, merges)
+        owner = both.assert_equal(found, group, merges)
         assert found["merged"][group].tolist() == owner.tolist()
-        assert len(np.unique(owner)) == towers.facts.tokens - sum(merges.values())
+        assert len(np.unique(owner)) == both.facts.tokens - sum(merges.values())
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("gqa-112", "opset24"), ("siglip-2", "opset20"), ("pi0", "opset24")])
 def test_patches_that_are_left_out_change_nothing_else(
-    name: str, dialect: DialectName, checkpoint: Callable[[str], Path], model: Callable[[str], Any], tmp_path: Path
+    name: str, dialect: DialectName, towers: Callable[[str], Towers], tmp_path: Path
 ) -> None:
-    towers = Towers(name, checkpoint, model)
+    both = towers(name)
     # Each picture its own.
-    draw, tokens = np.random.default_rng(0).permuted, towers.facts.tokens
+    draw, tokens = np.random.default_rng(0).permuted, both.facts.tokens
     places = np.sort(draw(np.tile(np.arange(tokens), (2, 1)), axis=1)[:, : tokens * 2 // 3])
-    found = towers.run(dialect, towers.family.other_towers[BARLESS_TOWER], tmp_path, places=places)
+    found = both.run(dialect, both.family.other_towers[BARLESS_TOWER], tmp_path, places=places)
     for group in range(2):
-        towers.assert_equal(found, group, {}, places[group])
+        both.assert_equal(found, group, {}, places[group])
 
 
 @pytest.mark.parametrize("tokens", [2, 7, 16])
@@ -143,15 +143,11 @@ def test_ties_go_to_the_earlier(kind: str, tokens: int, tmp_path: Path) -> None:
 
 
 def test_merges_follow_the_published_counts() -> None:
+    side: dict[str, Any] = {"image_size": 14, "patch_size": 14, "layer_norm_eps": 1e-5, "activation": "gelu"}
+
     def tower(kind: type[SquareTower], tokens: int, blocks: int, **more: Any) -> SquareTower:
-        side: dict[str, Any] = {
-            "image_size": 14,
-            "patch_size": 14,
-            "tokens": tokens,
-            "layer_norm_eps": 1e-5,
-            "activation": "gelu",
-        }
-        return kind(hidden_size=1024, intermediate_size=4096, num_heads=1, num_blocks=blocks, **side, **more)
+        widths = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 1}
+        return kind(tokens=tokens, num_blocks=blocks, **widths, **side, **more)
 
     clip = tower(ViTTower, 576, 23)
     assert merges_of(clip) == {5: 92, 6: 92, 7: 92, 8: 92}

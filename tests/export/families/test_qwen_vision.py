@@ -22,6 +22,7 @@ from support.programs.slow_cases import each_once, slow_except
 from support.references.steps import patch_grid
 
 Array = np.ndarray[Any, Any]
+Size = tuple[int, int]
 
 # Exact windows, ragged ones on one side and on both, tall, one merged token, the paper's 480 tokens
 SIZES = [(224, 224), (280, 112), (300, 520), (60, 600), (28, 28), (672, 560)]
@@ -44,11 +45,7 @@ def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int =
 
 @pytest.mark.parametrize(("name", "size"), each_once(QWEN_SHAPES, SIZES))
 def test_tokens_norms_and_salience(
-    name: str,
-    size: tuple[int, int],
-    checkpoint: Callable[[str], Path],
-    pipeline: Callable[..., Pipeline],
-    photo: Image.Image,
+    name: str, size: Size, checkpoint: Callable[[str], Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     image = photo.resize(size)
     ours, theirs = outputs(pipeline(name), image), reference(checkpoint(name), pipeline(name), image)

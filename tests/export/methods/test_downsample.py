@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.flops import layer_flops
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods.downsample import build, build_for_ttft, grid_blocks
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
@@ -53,22 +56,12 @@ def test_a_share_takes_the_flops_of_the_budget_and_a_token_more_takes_more(
     def tower(tokens: int) -> int:
         return linear * tokens + square * tokens**2
 
-    def decoder(visual: list[int]) -> int:
-        """Multiplications and additions of all layers, written out."""
-        width, heads = lm.hidden_size, lm.num_heads * lm.head_dim
-        kv, inner, total = lm.num_kv_heads * lm.head_dim, lm.intermediate_size, 0
-        for count in visual:
-            n = count + 64
-            total += 2 * n * width * (2 * heads + 2 * kv + 3 * inner) + 4 * n * n * heads
-        return total
+    def decoder(visual: Sequence[int]) -> int:
+        return sum(layer_flops(lm, count + 64) for count in visual)
 
-    counts, visual = budget.resolve(most), []
-    left = counts.kept
-    for layer in range(28):
-        visual.append(left)
-        # Qwen's stages are those of 28 layers.
-        if layer in (2, 6, 15):
-            left = min(left, counts.stages[(2, 6, 15).index(layer)])
+    # Qwen's stages are those of 28 layers.
+    schedule = PictureSchedule.of(budget.resolve(most), 1, (2, 6, 15))
+    visual = [*map(schedule.reaching, range(28))]
     wanted = tower(most) + decoder(visual)
     facts = PlanFacts(lm, VariableTokens(most, 784, most, tower), 8, PRECISIONS["fp32"], opset24)
     plan = build_for_ttft(facts, budget)

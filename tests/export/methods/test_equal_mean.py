@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import FAMILIES, Counts, parse_budget, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods.vscan import third_after
 from sinkprune.export.pruning.equal_mean import mean_tokens, scaled_stages, tokens_into_llm
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableBudget
+from sinkprune.export.pruning.plan import PlanFacts, UnreachableBudget
 from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.programs.slow_cases import every
@@ -28,23 +29,11 @@ MODELS = {
 }
 """Decoder layers and visual tokens, and the budgets to try there."""
 MEANS = {"retain-192": 203.1, "retain-128": 135.4, "retain-64": 67.7, "retain-32": 34.0}
-AT_LEAST = {method: ((first + 1) * 576 + 31 - first) / 32 for method, (first, *_) in CANNOT_REACH_ALL.items()}
-"""The least mean of 32 layers: 576 tokens up to the first cut, and one token in each later layer."""
 
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
     return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
-
-
-def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
-    """The mean over layers, counted layer by layer, of an image of so many tokens."""
-    counts = plan.kept.resolve(visual_tokens)
-    visible, stages, layers = counts.kept, dict(zip(plan.select_after, counts.stages, strict=True)), []
-    for layer in range(num_layers):
-        layers.append(visible)
-        visible = min(visible, stages.get(layer, visible))
-    return Fraction(sum(layers), num_layers)
 
 
 @pytest.mark.parametrize(
@@ -59,34 +48,34 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
         try:
             plan = build(model, budget)
         except UnreachableBudget as error:
-            assert method in AT_LEAST
+            assert method in CANNOT_REACH_ALL
             assert f"the budget's is {float(wanted):.1f}" in str(error)
             continue
         reached += 1
-        assert abs(realised(plan, num_layers, visual_tokens) - wanted) <= Fraction(1, 2), name
+        realised = PictureSchedule.of(plan.kept.resolve(visual_tokens), 1, [*plan.select_after]).mean(num_layers)
+        assert abs(realised - wanted) <= Fraction(1, 2), name
         if name in MEANS and (num_layers, visual_tokens) == (32, 576):
             assert float(wanted) == pytest.approx(MEANS[name], abs=0.05)
     assert reached >= 1
-    assert method in AT_LEAST or reached == len(MODELS[num_layers, visual_tokens])
+    assert method in CANNOT_REACH_ALL or reached == len(MODELS[num_layers, visual_tokens])
 
 
-def test_schedules_of_llava_7b() -> None:
-    counts = {
-        method: [ALL_METHODS[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
-        for method, names in {
-            "uniform": ["retain-128", "retain-64"],
-            "fastv": ["retain-128", "retain-64"],
-            "sparsevlm": ["retain-64"],
-            "vscan": ["retain-64"],
-            "tops": ["retain-64"],
-        }.items()
-    }
-    assert [found.kept for found in counts["uniform"]] == [135, 68]
-    # (135.4 * 32 - 3 * 576) / 29 and (67.7 * 32 - 3 * 576) / 29
-    assert [found.stages for found in counts["fastv"]] == [(90,), (15,)]
-    assert [(found.kept, *found.stages) for found in counts["sparsevlm"]] == [(576, 27, 18, 10)]
-    assert [(found.kept, *found.stages) for found in counts["vscan"]] == [(98, 33)]
-    assert [(found.kept, *found.stages) for found in counts["tops"]] == [(109, 54, 14)]
+@pytest.mark.parametrize(
+    ("method", "budget", "kept", "stages"),
+    [
+        ("uniform", "retain-128", 135, ()),
+        ("uniform", "retain-64", 68, ()),
+        # (135.4 * 32 - 3 * 576) / 29 and (67.7 * 32 - 3 * 576) / 29
+        ("fastv", "retain-128", 576, (90,)),
+        ("fastv", "retain-64", 576, (15,)),
+        ("sparsevlm", "retain-64", 576, (27, 18, 10)),
+        ("vscan", "retain-64", 98, (33,)),
+        ("tops", "retain-64", 109, (54, 14)),
+    ],
+)
+def test_schedules_of_llava_7b(method: str, budget: str, kept: int, stages: tuple[int, ...]) -> None:
+    counts = ALL_METHODS[method](facts(), parse_budget("llava", budget)).kept.resolve(576)
+    assert (counts.kept, counts.stages) == (kept, stages)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

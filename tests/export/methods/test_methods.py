@@ -23,7 +23,6 @@ from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
 from support.programs.repository import ROOT
 from support.references.kept_tokens import SANITIZING, assert_keeps
-from support.references.reference import largest
 from support.references.reference_methods import READ_THE_QUESTION
 
 Array = np.ndarray[Any, Any]
@@ -33,16 +32,9 @@ RETAIN_64, RETAIN_192 = (parse_budget("llava", name) for name in ("retain-64", "
 
 
 @cache
-def made(
-    method: str,
-    n: int,
-    d: int,
-    budget: Budget = RETAIN_192,
-    precision: str = "fp32",
-    dialect: DialectName = "opset24",
-) -> tuple[graphs.Run, str, Budget]:
-    """A method's sanitizer, loaded, its name and its shares."""
-    plan = graphs.method_plan(method, n, d, budget, precision, dialect)
+def made(method: str, n: int, d: int, budget: Budget = RETAIN_192, *form: Any) -> tuple[graphs.Run, str, Budget]:
+    """A method's sanitizer, loaded, its name and its shares. `form` is a precision and a dialect."""
+    plan = graphs.method_plan(method, n, d, budget, *form)
     assert plan.sanitizer is not None
     return graphs.loaded(plan.sanitizer), method, plan.kept
 
@@ -106,25 +98,6 @@ def test_questions_of_any_length(method: str, words: int) -> None:
     assert_keeps(*made(method, 64, 16), inputs_of("random", 1, 64, 16, words))
 
 
-def test_without_a_sanitizer_a_method_with_text_is_sinkpruner() -> None:
-    plan = graphs.method_plan("sinkpruner-text", 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
-    assert plan.sanitizer is None and len(plan.select_after) == 1
-
-
-@pytest.mark.parametrize("kind", ["outliers", "tied"])
-def test_the_filtered_visionzip_never_keeps_a_top_rho_token(kind: str) -> None:
-    inputs = inputs_of(kind, 4, 576, 48)
-    # What has the largest norm is also the most salient.
-    inputs["salience"] = inputs["norms"]
-    kept, plain = (
-        assert_keeps(*made(method, 576, 48, RETAIN_64), inputs) for method in ("visionzip+filter", "visionzip")
-    )
-    for group, norms in enumerate(inputs["norms"]):
-        outliers = set(largest(norms, 6))
-        assert not outliers & set(kept[group])
-        assert outliers <= set(plain[group])
-
-
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]), st.booleans())
 def test_prunesid_on_random_tokens_of_few_directions(seed: int, rank: int, tied: bool) -> None:
@@ -148,7 +121,7 @@ def test_a_round_takes_few_bytes_and_no_loop(method: str, tmp_path: Path) -> Non
     assert (tmp_path / "graph.onnx").stat().st_size < 203 * 340
 
 
-@pytest.mark.parametrize("method", ["sinkpruner", *SANITIZING, "random"])
+@pytest.mark.parametrize("method", [*SANITIZING, "random"])
 def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     """The CPU has no fp16 arithmetic to be wrong with; elsewhere a squared norm would pass fp16's maximum."""
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)

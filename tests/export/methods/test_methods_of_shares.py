@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinkprune.contract.budgets import FAMILIES, parse_budget
+from sinkprune.contract.budgets import FAMILIES, OPTIONS, parse_budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.flops import layer_flops
 from sinkprune.contract.schedule import PictureSchedule
@@ -33,13 +33,6 @@ SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 228)
 BUDGETS = FAMILIES["qwen3-vl"].budgets
 CHOOSING = [method for method in SANITIZING if not method.startswith("downsample")]
 """The methods whose sanitizers serve pictures of any size, and have a reference."""
-NAMES = [
-    *FAMILIES["qwen2.5-vl"].budgets,
-    "prune-66.7+raster",
-    "prune-77.8+keep-outliers",
-    "prune-77.8+drop-sink",
-    "prune-88.9+no-diversity",
-]
 READING = (*READ_THE_QUESTION, "sinkpruner-text")
 # `downsample-ttft` has the budget's time, not its mean.
 EQUAL_MEAN = [method for method in ALL_METHODS if method != "downsample-ttft"]
@@ -91,18 +84,6 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(
     for n in SIZES:
         if plan.kept.resolve(n).kept:
             assert_keeps(run, method, plan.kept, features(n, seed=n), any_size=True)
-
-
-def test_words_are_compared_at_the_temperature_of_the_family() -> None:
-    inputs = features(101)
-    # Nearly equal rows, so that no word has a token of its own.
-    inputs["embeddings"] = 0.05 * inputs["embeddings"] + inputs["embeddings"][:, :1]
-    arrays = (inputs["tokens"][0], inputs["embeddings"][0], inputs["question"])
-    plan = load_method("mmtok")(facts(most=228), BUDGETS["prune-77.8"])
-    llava, qwen = (
-        READ_THE_QUESTION["mmtok"](*arrays, plan.kept.resolve(101).kept, qwen=qwen)[1] for qwen in (False, True)
-    )
-    assert sanitizer(plan)(**inputs)["kept_index"].tolist() == [qwen] != [llava]
 
 
 @pytest.mark.parametrize("library", ["ort-cpu", "openvino"])
@@ -189,65 +170,19 @@ def test_more_rounds_than_a_graph_has_are_rejected_with_the_size_that_fits(metho
     load_method(method)(facts(most=fit), budget)
 
 
-@pytest.mark.parametrize(("name", "precision"), each_once(NAMES, ["fp32", "fp16"]))
-def test_sinkpruners_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision: str) -> None:
-    budget = parse_budget("qwen2.5-vl", name)
-    plan = load_method("sinkpruner")(facts(4, precision=precision), budget)
-    assert replace(plan.kept, stages=()) == replace(budget, stages=()) and plan.sanitizer is not None
-    run, draw = graphs.loaded(plan.sanitizer), np.random.default_rng(0)
-    for n in (1, 2, 3, 4, 19, 20, 21, 99, 101, 320, 480):
-        tokens = draw.standard_normal((1, n, D)).astype(PRECISIONS[precision].numpy)
-        norms, salience = draw.random((2, 1, n)).astype(np.float32)
-        counts = budget.resolve(n)
-        out = run(tokens=tokens, norms=norms, salience=salience)
-        assert out["kept_tokens"].shape == (1, counts.kept, D)
-        kept, index = reference.sanitize_at(budget, tokens[0], norms[0], salience[0])
-        assert out["kept_index"].tolist() == [index]
-        np.testing.assert_allclose(out["kept_tokens"][0], kept, atol=1e-5 if precision == "fp32" else 1e-3)
-
-
-@pytest.mark.parametrize("name", [*FAMILIES["qwen2.5-vl"].budgets, "prune-66.7+visual-keys"])
-def test_one_select_keeps_its_share_of_the_images_tokens(name: str) -> None:
-    budget, draw = parse_budget("qwen2.5-vl", name), np.random.default_rng(1)
-    selects = load_method("sinkpruner")(facts(4), budget).select_after
-    run = graphs.loaded(selects[0])
-    for n, seen, groups in ((480, 241, 1), (19, 10, 1), (1, 1, 1), (100, 202, 4)):
-        text, model = 6, graphs.language_model()
-        rows = seen + text
-        query = draw.standard_normal((1, model.num_heads, rows, model.head_dim)).astype(np.float32)
-        key = draw.standard_normal((1, model.num_kv_heads, rows, model.head_dim)).astype(np.float32)
-        out = run(
-            hidden=draw.standard_normal((1, rows, model.hidden_size)).astype(np.float32),
-            cos=draw.random((1, rows, model.head_dim // 2)).astype(np.float32),
-            sin=draw.random((1, rows, model.head_dim // 2)).astype(np.float32),
-            query=query,
-            key=key,
-            visual_index=np.arange(seen),
-            text_index=np.arange(seen, rows),
-            norms=np.zeros((groups, n), np.float32),
-        )
-        (wanted,) = reference.one_stage(budget, n * groups, model.num_layers, 10_000).values()
-        over = budget.scores_over == "visual_keys"
-        visual, asking = list(range(seen)), list(range(seen, rows))
-        scores = reference.text_attention(query[0], key[0], visual, asking, visual_keys=over)
-        assert out["keep_index"].tolist() == reference.keep_rows(scores, rows, visual, wanted)
-        assert len(out["visual_index_out"]) == min(seen, wanted)
-
-
-@pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "most", "ranked", "pixels"),
-    [("prune-66.7", 16384, 7372, 8534 * 784), ("prune-77.8+raster", 8192, 4095, 7681 * 784)],
+    ("option", "precision"), each_once(["raster", "keep-outliers", "drop-sink", "no-diversity"], ["fp32", "fp16"])
 )
-def test_sinkpruner_is_rejected_with_the_size_that_fits(
-    name: str, most: int, ranked: int, pixels: int, images: int
-) -> None:
-    budget, build = parse_budget("qwen2.5-vl", name), load_method("sinkpruner")
-    with pytest.raises(BudgetError, match=f"up to {most} .* {ranked} .* 3840.*--max-pixels {pixels} or less"):
-        build(facts(4, most, "fp16", images=images), budget)
-    # Bundles in fp32 are for libraries whose TopK has no limit.
-    assert len(build(facts(4, most, images=images), budget).select_after) == 1
-    assert len(build(facts(4, pixels // 784, "fp16", images=images), budget).select_after) == 1
+def test_sinkpruners_options_keep_the_references_tokens_at_any_n(option: str, precision: str) -> None:
+    budget = OPTIONS[option](BUDGETS["prune-77.8"])
+    run = sanitizer(load_method("sinkpruner")(facts(4, precision=precision), budget))
+    for n in (1, 2, 19, 20, 101, 480):
+        given = {name: features(n)[name] for name in ("tokens", "norms", "salience")}
+        given["tokens"] = given["tokens"].astype(PRECISIONS[precision].numpy)
+        out = run(**given)
+        kept, index = reference.sanitize_at(budget, *(array[0] for array in given.values()))
+        assert out["kept_index"].tolist() == [index] and len(index) == budget.resolve(n).kept
+        np.testing.assert_allclose(out["kept_tokens"][0], kept, atol=1e-5 if precision == "fp32" else 1e-3)
 
 
 def test_what_is_ranked_of_a_clip_is_of_all_its_frames_unless_they_stand_apart() -> None:

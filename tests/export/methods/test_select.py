@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ KEPT = 7
 ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
 """The querying rows of methods other than SinkPruner."""
 METHODS = ("sinkpruner", *ASKING)
+OPTIONS: list[dict[str, Any]] = [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}]
 
 
 def budget_of(kept: int, **options: Any) -> Budget:
@@ -95,26 +97,20 @@ def assert_equals_reference(
 
 
 @pytest.mark.parametrize("text", [0, 1, 6])
-@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
-def test_outputs_equal_the_reference(method: str, precision: str, heads: str, scores_over: str, text: int) -> None:
+def test_outputs_equal_the_reference(
+    method: str, precision: str, heads: str, option: dict[str, Any], text: int
+) -> None:
     inputs = stage(heads, 4 + 40 + text, DTYPES[precision], seed=text)
-    budget = budget_of(KEPT, scores_over=scores_over)
     visual, questions = list(range(4, 44)), list(range(44, 44 + text))
-    keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision, method)
+    keep = assert_equals_reference(budget_of(KEPT, **option), heads, inputs, visual, questions, precision, method)
     assert len(keep) == 4 + KEPT + text
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-def test_compact_renumbers_the_survivors(precision: str) -> None:
-    inputs = stage("gqa", 50, DTYPES[precision])
-    budget = budget_of(KEPT, positions="compact")
-    assert_equals_reference(budget, "gqa", inputs, list(range(5, 44)), list(range(44, 50)), precision)
-
-
-@pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_dropped_where_no_more_than_the_kept_are_left(
@@ -191,6 +187,12 @@ def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect:
     assert max(value.size for value in values) < size**2 // 4
 
 
+def kept_of_each(group: Array, counts: list[int], visual: list[int], choose: Callable[..., list[int]]) -> set[int]:
+    """The rows that `choose` takes of the places of each image, as many as its count."""
+    places = [(np.flatnonzero(group == image), count) for image, count in enumerate(counts)]
+    return {visual[own[place]] for own, count in places for place in choose(own, count)}
+
+
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
@@ -218,10 +220,7 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     )
     wide = scores_over == "visual_keys"
     scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, text, visual_keys=wide)
-    kept = set()
-    for image, quota in enumerate(quotas):
-        own = np.flatnonzero(group == image)
-        kept |= {visual[own[place]] for place in reference.largest(scores[own], quota)}
+    kept = kept_of_each(group, quotas, visual, lambda own, quota: reference.largest(scores[own], quota))
     keep = [row for row in range(rows) if row not in visual or row in kept]
     assert out["keep_index"].tolist() == keep
     assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in kept]
@@ -269,8 +268,5 @@ def test_stages_of_tops_equal_the_reference(sizes: tuple[int, ...], alike: bool)
     hidden = inputs["hidden"][0]
     asking = rows_like_the_image(hidden, visual, text)
     scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
-    kept = set[int]()
-    for image, count in enumerate(counts):
-        own = np.flatnonzero(group == image)
-        kept |= {visual[own[place]] for place in tops_rows(hidden[start + own], scores[own], count)}
+    kept = kept_of_each(group, counts, visual, lambda own, count: tops_rows(hidden[start + own], scores[own], count))
     assert found == [row for row in range(rows) if row not in visual or row in kept]

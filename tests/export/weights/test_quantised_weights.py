@@ -14,14 +14,21 @@ from safetensors.numpy import load_file, save_file
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
-from sinkprune.export.weights import PRECISIONS
 from sinkprune.export.weights.quantised_weights import QuantisedWeights, read_quantisation
-from support.models.quantised_checkpoints import Layout, Made, change_config, make_quantised, quantise, stored
+from support.models.quantised_checkpoints import Layout, Made, change_config, quantise, stored
 from support.programs.commands import assert_refused, run
 
 GPTQ, AWQ = Layout(), Layout("awq")
 NAME = "language_model.layers.0.mlp.up_proj.weight"
 STEM = NAME.removesuffix(".weight")
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"desc_act": True},
+    {"sym": False},
+    {"sym": False, "version_2": True, "desc_act": True},
+    {"bits": 8, "sym": False, "desc_act": True},
+    {"method": "awq"},
+]
 
 
 def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> QuantisedWeights:
@@ -31,20 +38,10 @@ def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> Q
     return QuantisedWeights(SafetensorsWeights(folder), quantisation)
 
 
-@pytest.mark.parametrize("size", [-1, 32, 64, 128, 256])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(),
-        Layout(desc_act=True),
-        Layout(sym=False),
-        Layout(sym=False, version_2=True, desc_act=True),
-        Layout(bits=8, sym=False, desc_act=True),
-        AWQ,
-    ],
-)
-def test_a_matrix_is_what_was_packed(layout: Layout, size: int, tmp_path: Path) -> None:
-    layout = Layout(**{**vars(layout), "group_size": size})
+@pytest.mark.parametrize("size", [-1, 32, 128])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_is_what_was_packed(form: dict[str, Any], size: int, tmp_path: Path) -> None:
+    layout = Layout(**form, group_size=size)
     rng = np.random.default_rng(abs(size))
     layer = quantise(rng.standard_normal((24, 256), np.float32), layout, rng)
     weights = opened(tmp_path, stored(NAME, layer, layout), layout.config)
@@ -60,20 +57,7 @@ def test_a_matrix_is_what_was_packed(layout: Layout, size: int, tmp_path: Path) 
     assert found.group == (256 if size == -1 else size)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("scale", "dtype"), [(np.inf, np.float16), (np.nan, np.float16), (3e38, np.float32)])
-def test_scales_that_are_infinite_or_too_large_make_no_warning_but_an_error(
-    scale: float, dtype: type[np.generic], tmp_path: Path
-) -> None:
-    rng = np.random.default_rng(1)
-    tensors = stored(NAME, quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng), GPTQ)
-    tensors[f"{STEM}.scales"] = np.full_like(tensors[f"{STEM}.scales"], scale, dtype)
-    matrix = opened(tmp_path, tensors, GPTQ.config).tensor(NAME, [8, 64])
-    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
-        PRECISIONS["fp32"].converted(NAME, matrix)
-
-
-def test_groups_in_order_need_no_g_idx_and_codes_no_floats(tmp_path: Path) -> None:
+def test_codes_need_no_floats_and_groups_in_order_no_g_idx(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
     tensors = stored(NAME, layer, GPTQ)
@@ -82,12 +66,18 @@ def test_groups_in_order_need_no_g_idx_and_codes_no_floats(tmp_path: Path) -> No
     weights = opened(tmp_path, tensors, Layout(desc_act=True).config)
     with pytest.raises(CheckpointError, match=r"holds no tensor .*g_idx"):
         weights.layer(NAME, 64, 8)
+    # They overflow, and a warning would be an error.
+    large = {**tensors, f"{STEM}.scales": np.full_like(layer.scales, 3e38, np.float32)}
+    assert np.isinf(opened(tmp_path, large, GPTQ.config).tensor(NAME, [8, 64])).any()
     weights = opened(tmp_path, {**tensors, NAME: layer.matrix}, GPTQ.config)
     with pytest.raises(CheckpointError, match="as floats and as codes"):
         weights.tensor(NAME, [8, 64])
 
 
-def changed(what: str, change: Callable[[Array], Array] | None = None) -> Callable[[dict[str, Array]], None]:
+Damage = Callable[[dict[str, Array]], None]
+
+
+def changed(what: str, change: Callable[[Array], Array] | None = None) -> Damage:
     """Change a tensor of the first layer, or remove it."""
 
     def apply(tensors: dict[str, Array]) -> None:
@@ -107,45 +97,28 @@ def at(place: Any, value: Any) -> Callable[[Array], Array]:
     return change
 
 
-@pytest.fixture(scope="module")
-def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Made]:
-    """A small quantised checkpoint. Tests must not write into it."""
-    found: dict[Layout, Made] = {}
-
-    def get(layout: Layout) -> Made:
-        if layout not in found:
-            found[layout] = make_quantised(checkpoint("gqa-112"), tmp_path_factory.mktemp("made"), layout)
-        return found[layout]
-
-    return get
-
-
 @pytest.mark.parametrize(
     ("layout", "damage", "message"),
     [
         (GPTQ, changed("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
         (AWQ, changed("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'"]),
         (GPTQ, changed("qweight", lambda a: a[:-1]), ["has shape [7, 160], expected [8, 160]"]),
-        (GPTQ, changed("scales", lambda a: a[:1]), ["has shape [1, 160], expected [2, 160]"]),
         (GPTQ, changed("scales", at((0, 0), np.nan)), ["holds NaN or infinity"]),
+        (GPTQ, changed("scales", at(..., np.inf)), ["holds NaN or infinity"]),
         (GPTQ, changed("qzeros", at((0, 0), 0x66666666)), ["has the zero point 7, expected 8 alone", "symmetric"]),
         (
             Layout(sym=False),
             changed("qzeros", at((1, 2), -1)),
-            ["stores the zero point 15, less one, expected at most 14"],
+            ["stores the zero point 15, less one, expected at mos"],
         ),
         (GPTQ, changed("g_idx", at(0, -1)), ["has inputs of group -1 to 1 (g_idx), expected 0 to 1"]),
         (GPTQ, changed("g_idx", at(0, 1)), ["has groups of 31 to 33 inputs (g_idx), expected 32 in each"]),
     ],
 )
 def test_a_damaged_tensor_is_rejected(
-    layout: Layout,
-    damage: Callable[[dict[str, Array]], None],
-    message: list[str],
-    made: Callable[[Layout], Made],
-    tmp_path: Path,
+    layout: Layout, damage: Damage, message: list[str], quantised: Callable[[Layout], Made], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(made(layout).folder, tmp_path / "checkpoint"))
+    folder = Path(shutil.copytree(quantised(layout).folder, tmp_path / "checkpoint"))
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -167,8 +140,8 @@ def assert_export_refused(folder: Path, *message: str) -> None:
     ],
 )
 def test_a_configuration_of_another_checkpoint_is_rejected(
-    config: dict[str, Any] | None, message: list[str], made: Callable[[Layout], Made], tmp_path: Path
+    config: dict[str, Any] | None, message: list[str], quantised: Callable[[Layout], Made], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(made(GPTQ).folder, tmp_path / "checkpoint"))
+    folder = Path(shutil.copytree(quantised(GPTQ).folder, tmp_path / "checkpoint"))
     change_config(folder, config)
     assert_export_refused(folder, *message)

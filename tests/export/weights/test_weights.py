@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,30 +45,27 @@ DOWN = "language_model.layers.3.mlp.down_proj.weight"
 KEYS = "language_model.layers.3.self_attn.k_proj.weight"
 
 
-NOT_FINITE = [
-    (np.nan, "fp32", "holds NaN or infinity, expected finite numbers"),
-    (np.nan, "fp16", "holds NaN or infinity"),
-    (-7e4, "fp16", "holds values up to 7e+04, expected at most 65504, as fp16 can hold. Export with --precision"),
-]
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "precision", "message"),
+    ("name", "value", "options", "message"),
     [
-        *((DOWN, *case) for case in NOT_FINITE),
-        *((name, *NOT_FINITE[place]) for name in (EMBEDDING, KEYS) for place in (0, 2)),
+        (DOWN, np.nan, (), "holds NaN or infinity, expected finite numbers"),
+        (DOWN, np.nan, ("--precision", "fp16"), "holds NaN or infinity"),
+        (DOWN, np.nan, ("--weights", "int8"), "holds NaN or infinity"),
+        (DOWN, -7e4, ("--weights", "fp16"), "holds values up to 7e+04, expected at most 65504, as fp16 can hold. "),
+        *((name, -7e4, ("--precision", "fp16"), "holds values up to 7e+04") for name in (DOWN, EMBEDDING, KEYS)),
+        (EMBEDDING, np.nan, (), "holds NaN or infinity"),
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(
-    name: str, value: float, precision: str, message: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, value: float, options: tuple[str, ...], message: str, copied: Callable[..., Path], tmp_path: Path
 ) -> None:
     # Its embedding table is not its head, too.
-    folder = Path(shutil.copytree(checkpoint("mha-336"), tmp_path / "checkpoint"))
+    folder = copied("mha-336")
     tensors = load_file(folder / "model.safetensors")
     stored = next(stored for stored in tensors if stored.endswith(name.removeprefix("language_model.")))
     tensors[stored][-1, -1] = value
     save_file(tensors, folder / "model.safetensors")
-    outcome = run("sinkprune-export", folder, "-o", tmp_path / "out", "--precision", precision)
+    outcome = run("sinkprune-export", folder, "-o", tmp_path / "out", *options)
     assert_refused(outcome, f"tensor '{name}'", message)
     assert not (tmp_path / "out").exists()
 
