@@ -109,11 +109,9 @@ def test_a_padded_answer_is_that_of_llavas_padded_picture(
 
 
 @pytest.mark.parametrize("name", ["next", "qwen", "qwen2-vl", "qwen3-vl", "internvl"])
-@pytest.mark.parametrize("fit", FITS)
-def test_families_that_see_the_whole_picture_refuse_a_fit(fit: Fit, name: str, bundle: Bundles) -> None:
+def test_families_that_see_the_whole_picture_refuse_a_fit(name: str, bundle: Bundles) -> None:
     root = bundle(name)
-    with pytest.raises(UsageError, match=f"fit is '{fit}', but models of family '.+' see the whole picture already"):
-        load_family(read_bundle(root).manifest, fit)
-    with pytest.raises(UsageError, match=r"whole picture already\. Leave out fit"):
-        Pipeline.load(root, fit=fit)
+    for fit in FITS:
+        with pytest.raises(UsageError, match=f"fit is '{fit}', but models of .* picture already. Leave out"):
+            Pipeline.load(root, fit=fit)
     assert share(load_family(read_bundle(root).manifest), (90, 40)) == 1

@@ -19,14 +19,11 @@ from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
-from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.qwen_towers import features
 from support.models.small_models import CLIPS_IN_ONE_PIECE
 from support.models.video_files import write_video
 from support.programs.commands import assert_refused, run
-from support.references.picture_prompts import PIECES, clip_ids
 from support.references.steps import QUESTION, deepstack_output, patch_grid, tower_output
 
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens of Qwen2.5-VL, and of 4 x 5 of Qwen3-VL
@@ -42,28 +39,6 @@ def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
 @pytest.fixture
 def clip(photo: Image.Image) -> Clip:
     return Clip(frames(8, SIZE, photo), fps=2)
-
-
-@pytest.mark.parametrize("count", [8, 7, 2, 1])
-@pytest.mark.parametrize("fps", [2, 1.37, 24])
-@pytest.mark.parametrize("pieces", [QUESTION, PIECES[:2]], ids=["in front", "within"])
-def test_ids_with_times_equal_the_models_processor(
-    count: int,
-    fps: float,
-    pieces: str | list[str],
-    checkpoint: Callable[[str], Path],
-    pipe: Callable[[str], Pipeline],
-    photo: Image.Image,
-) -> None:
-    ours, clip, tokens = pipe("qwen3-vl"), Clip(frames(count, SIZE, photo), fps), TOKENS["qwen3-vl"]
-    taken = ours.family.sample_frames(clip)
-    layout = ours.family.layout(taken)
-    groups = -(-taken.size.frames // 2)
-    assert (layout.groups, layout.tokens, len(layout.texts)) == (groups, tokens, groups + 1)
-    texts = ours.prompts.encode(new_request([clip], pieces).texts, [layout.texts]).texts
-    assert len(texts) == groups + 1
-    found = texts[0] + [token for text in texts[1:] for token in [*[VIDEO_TOKEN] * tokens, *text]]
-    assert found == clip_ids(ours, checkpoint("qwen3-vl"), taken, fps, pieces)
 
 
 @pytest.mark.parametrize(("name", "block"), [*((name, -2) for name in CLIPS_IN_ONE_PIECE), ("qwen", -1)])
