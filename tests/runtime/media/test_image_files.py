@@ -131,9 +131,6 @@ def test_what_cameras_append_to_a_jpeg_is_ignored(tmp_path: Path, photo: Image.I
     ("mode", "kind", "rows"),
     [
         ("RGB", "JPEG", 8192),
-        ("CMYK", "JPEG", 8192),
-        ("P", "PNG", 8192),
-        ("LA", "PNG", 8192),
         ("RGBA", "PNG", 8192),
         ("I;16", "PNG", 8192),
         ("RGBA", "TIFF", 8192),
@@ -146,7 +143,7 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     if mode == "I;16":
         picture = Image.fromarray(np.full((rows, 8192), 999, np.uint16))
     elif mode != "RGBA":
-        picture = picture.convert(mode) if mode == "LA" else picture.convert("RGB").convert(mode)
+        picture = picture.convert("RGB").convert(mode)
     options: dict[str, object] = {"transparency": 3} if mode == "P" else {}
     exif = Image.Exif()
     exif[0x112] = 6

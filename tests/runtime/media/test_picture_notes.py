@@ -43,20 +43,12 @@ def test_frames_are_counted_in_each_format(suffix: str, tmp_path: Path) -> None:
         assert red > 240 > 10 > max(green, blue)
 
 
-def test_further_pictures_of_a_jpeg_are_no_frames(tmp_path: Path) -> None:
-    """Cameras write previews and depths after the picture, as MPO."""
-    path, picture = tmp_path / "phone.jpg", Image.new("RGB", (9, 9))
-    picture.save(path, "MPO", save_all=True, append_images=[picture.resize((3, 3))])
-    with Image.open(path) as opened:
-        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == 1 < opened.n_frames  # type: ignore[attr-defined]
-    assert read_header(path)[0] == 1
-
-
-def test_views_of_a_jpeg_are_frames(tmp_path: Path) -> None:
-    """As stereo cameras write them: the type of the second picture is Disparity (CIPA DC-007, 5.2.3.3.1)."""
-    path, picture = tmp_path / "stereo.jpg", Image.effect_noise((90, 90), 80).convert("RGB")
+def test_views_of_a_jpeg_are_frames_and_its_previews_are_none(tmp_path: Path) -> None:
+    """In an MPO, the type of a view is Disparity (CIPA DC-007, 5.2.3.3.1): stereo cameras write that."""
+    path, picture = tmp_path / "phone.jpg", Image.effect_noise((90, 90), 80).convert("RGB")
     picture.save(path, "MPO", save_all=True, append_images=[picture.rotate(90), picture.resize((9, 9))])
     with Image.open(path) as opened:
+        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == read_header(path)[0] == 1
         size = opened.mpinfo[0xB002][1]["Size"]  # type: ignore[attr-defined]
     undefined, disparity = (struct.pack("<LL", kind, size) for kind in (0, 0x20002))
     assert path.read_bytes().count(undefined) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import facts_of, largest_of_16_bits, read_image_bytes, to_rgb
 from sinkprune.runtime.media.picture_warnings import notes_on
 
+Reader = Callable[[bytes], Image.Image]
 GREY, COLOUR, PALETTE, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6
 """Kinds of PNG, by their number in the header."""
 WHITE_IS_ZERO, BLACK_IS_ZERO = 0, 1
@@ -74,30 +75,37 @@ def random() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+def opened(data: bytes) -> Image.Image:
+    """The image of a file that the user opened."""
+    return to_rgb(Image.open(io.BytesIO(data)))
+
+
+READERS = (read_image_bytes, opened)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("lazily", [False, True], ids=["bytes", "an opened image"])
-def test_the_transparent_grey_of_a_png_is_white(lazily: bool, bits: int, random: np.random.Generator) -> None:
+@pytest.mark.parametrize("read", READERS)
+def test_the_transparent_grey_of_a_png_is_white(read: Reader, bits: int, random: np.random.Generator) -> None:
     values = random.integers(0, 1 << bits, (6, 7))
     for transparent in {0, 1, int(values[2, 3]), (1 << bits) - 2}:
         data = png(values, bits, GREY, tRNS=struct.pack(">H", transparent))
-        found = to_rgb(Image.open(io.BytesIO(data))) if lazily else read_image_bytes(data)
         grey = np.where(values == transparent, 255, np.round(values * 255 / ((1 << bits) - 1)))
-        assert_equals(found, grey[..., None])
+        assert_equals(read(data), grey[..., None])
 
 
-def test_the_transparent_colour_of_a_png_is_white_and_of_16_bits_refused(random: np.random.Generator) -> None:
+@pytest.mark.parametrize("read", READERS)
+def test_the_transparent_colour_of_a_png_is_white_and_of_16_bits_refused(
+    read: Reader, random: np.random.Generator
+) -> None:
     values = random.integers(0, 256, (6, 7, 3))
     transparent = values[2, 3]
     values[0, 0], values[5, 6] = transparent ^ 1, transparent
     expected = np.where((values != transparent).any(axis=2, keepdims=True), values, 255)
-    data = png(values, 8, COLOUR, tRNS=struct.pack(">HHH", *transparent))
-    assert_equals(read_image_bytes(data), expected)
-    assert_equals(to_rgb(Image.open(io.BytesIO(data))), expected)
+    key = struct.pack(">HHH", *transparent)
+    assert_equals(read(png(values, 8, COLOUR, tRNS=key)), expected)
     # Also where all its values fit in 8 bits
-    data = png(values, 16, COLOUR, tRNS=struct.pack(">HHH", *transparent))
-    for read in (read_image_bytes, lambda data: to_rgb(Image.open(io.BytesIO(data)))):
-        with pytest.raises(ImageError, match="transparent colour of 16 bits a channel"):
-            read(data)
+    with pytest.raises(ImageError, match="transparent colour of 16 bits a channel"):
+        read(png(values, 16, COLOUR, tRNS=key))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -134,8 +142,8 @@ def test_grey_of_a_tiff(bits: int, photometric: int, compress: bool, order: str,
         return
     grey = np.round(values * 255 / ((1 << bits) - 1))
     expected = (255 - grey if photometric == WHITE_IS_ZERO else grey)[..., None]
-    assert_equals(read_image_bytes(data), expected, bits > 8)
-    assert_equals(to_rgb(Image.open(io.BytesIO(data))), expected, bits > 8)
+    for read in READERS:
+        assert_equals(read(data), expected, bits > 8)
 
 
 def test_values_of_a_tiff_that_pillow_misreads_are_refused(random: np.random.Generator) -> None:
@@ -145,10 +153,9 @@ def test_values_of_a_tiff_that_pillow_misreads_are_refused(random: np.random.Gen
         planes = tiff(random.integers(0, 1 << bits, (6, 8)), bits, "<", {**tags, 284: 2})
         refused.append((planes, f"has values of {bits} bits in separate planes without compression"))
     for data, message in refused:
-        with pytest.raises(ImageError, match=message):
-            read_image_bytes(data)
-        with pytest.raises(ImageError, match=message):
-            to_rgb(Image.open(io.BytesIO(data)))
+        for read in READERS:
+            with pytest.raises(ImageError, match=message):
+                read(data)
     values = random.integers(0, 256, (6, 8))
     assert_equals(read_image_bytes(tiff(values, 8, "<", {262: BLACK_IS_ZERO, 284: 2})), values[..., None])
 
@@ -177,8 +184,8 @@ def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
             "ppm": b"P6 30 30 65535\n" + values.astype(">u2").tobytes(),
             "tiff": tiff(values, 16, ">", {262: 2}),
         }[kind]
-        with Image.open(io.BytesIO(data)) as opened:
-            for image in (read_image_bytes(data), to_rgb(opened)):
-                assert (largest_of_16_bits(image) is not None) == noted
-                (text,) = notes_on([facts_of(image)]) or [""]
-                assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted
+        for read in READERS:
+            image = read(data)
+            assert (largest_of_16_bits(image) is not None) == noted
+            (text,) = notes_on([facts_of(image)]) or [""]
+            assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,23 +141,18 @@ def test_only_the_group_of_a_frame_is_decoded(
     name: str, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     video = VideoFile(written(tmp_path, photo, SOUGHT[name]))
-    seen: list[int] = []
+    seen, group = list[int](), KeyframeIndex._decode_group
 
-    class Stream:
-        """A container that counts the packets that are decoded."""
+    def counted(packets: Any) -> Any:
+        for packet in packets:
+            seen.append(packet.pts)
+            yield packet
 
-        def __init__(self, container: Any) -> None:
-            self.seek, self._container = container.seek, container
+    def counting(index: KeyframeIndex, container: Any, *rest: Any) -> Any:
+        demux = SimpleNamespace(seek=container.seek, demux=lambda stream: counted(container.demux(stream)))
+        return group(index, demux, *rest)
 
-        def demux(self, stream: Any) -> Any:
-            for packet in self._container.demux(stream):
-                seen.append(packet.pts)
-                yield packet
-
-    group = KeyframeIndex._decode_group
-    monkeypatch.setattr(
-        KeyframeIndex, "_decode_group", lambda self, container, *rest: group(self, Stream(container), *rest)
-    )
+    monkeypatch.setattr(KeyframeIndex, "_decode_group", counting)
     assert len(video.read([3, 4, 33])) == 3
     assert 0 < len(seen) < 32
 
