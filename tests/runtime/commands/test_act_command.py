@@ -49,8 +49,6 @@ def folder(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path
         (root / f"{camera}.png").write_bytes((root / camera / "0.png").read_bytes())
     (root / "base" / ".hidden").touch()
     photo.resize((1, 500)).save(root / "thin.png")
-    shutil.copytree(root / "base", root / "sorted" / "later")
-    shutil.copyfile(root / "base.png", root / "sorted" / "first.png")
     lines = [STATE_WORD, "[0.1, 0.2, 0.3, 0.4, 1e-1]", "", "  1 ,2,3,4,5"]
     (root / "states.csv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
     (root / "short.csv").write_text(f"{STATE_WORD}\n{STATE_WORD}\n")

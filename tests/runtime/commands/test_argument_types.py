@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -90,9 +91,8 @@ def outcome(call: Callable[[], Any], *names: str) -> None:
 def test_options_pictures_prompts_and_clips(value: str, pipeline: Callable[..., Pipeline]) -> None:
     pipe, picture, odd = pipeline("qwen", max_frames=4), Image.new("RGB", (8, 8)), ODD[value]()
     for name in OPTIONS:
-        outcome(lambda name=name: Request((picture,), ("", "What?"), **{name: odd}), name)  # type: ignore[misc]
-        options = {"max_new_tokens": 1, name: odd}
-        outcome(lambda options=options: pipe.generate(picture, "What?", **options), name)  # type: ignore[misc]
+        outcome(partial(Request, (picture,), ("", "What?"), **{name: odd}), name)
+        outcome(partial(pipe.generate, picture, "What?", **{"max_new_tokens": 1, name: odd}), name)
     outcome(lambda: pipe.generate(odd, "What?", max_new_tokens=1), "image")
     outcome(lambda: pipe.generate([picture, odd], "What?", max_new_tokens=1), "image")
     outcome(lambda: pipe.encode(odd), "image")
@@ -144,9 +144,14 @@ def test_options_of_another_call_are_refused_with_their_place(
     [
         *((call, "path") for call in (VideoFile, read_costs, write_costs, read_action_costs)),
         *((call, "threads") for call in (Pipeline.load, Policy.load)),
-        *((Policy.act, "steps"), (Policy.warm_up, "progress"), (Policy.warm_up, "seconds")),
-        *((Camera, "order"), (Clip, "frames"), (Request, "budget"), (overlay, "picture")),
-        *((Tools, "parallel"), (Turn, "tool_calls")),
+        *((Policy.warm_up, option) for option in ("progress", "seconds")),
+        (Policy.act, "steps"),
+        (Camera, "order"),
+        (Clip, "frames"),
+        (Request, "budget"),
+        (overlay, "picture"),
+        (Tools, "parallel"),
+        (Turn, "tool_calls"),
     ],
 )
 def test_each_public_call_names_its_options(call: Any, option: str) -> None:

@@ -161,15 +161,11 @@ def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:
             assert_refused(run("sinkprune-serve", path, option, value), said)
 
 
-@pytest.mark.parametrize(
-    ("key", "said"), [("", "is empty"), ("schlüssel", "printable ASCII"), ("a\n", "printable"), (" a", "printable")]
-)
-def test_a_wrong_key_starts_no_open_server(
-    key: str, said: str, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_key_starts_no_open_server(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
     # Otherwise a server would start, and the test would not end.
     monkeypatch.delattr(serve, "load_app")
-    assert_refused(run("sinkprune-serve", path, "--api-key", key), f"--api-key {'is' if not key else 'has'}", said)
-    monkeypatch.setenv("SINKPRUNE_API_KEY", key)
-    assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)
+    for key, said in (("", "is empty"), ("schlüssel", "printable ASCII"), ("a\n", "printable"), (" a", "printable")):
+        assert_refused(run("sinkprune-serve", path, "--api-key", key), "--api-key ", said)
+        monkeypatch.setenv("SINKPRUNE_API_KEY", key)
+        assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)

@@ -24,12 +24,8 @@ WHITE_IS_ZERO, BLACK_IS_ZERO = 0, 1
 
 def packed(values: Array, bits: int) -> bytes:
     """Return rows of values, each row filled up to whole bytes, the first value in the highest bits."""
-    rows = []
-    for row in values.reshape(len(values), -1).tolist():
-        digits = "".join(f"{value:0{bits}b}" for value in row)
-        digits += "0" * (-len(digits) % 8)
-        rows.append(bytes(int(digits[start : start + 8], 2) for start in range(0, len(digits), 8)))
-    return b"".join(rows)
+    digits = values.reshape(len(values), -1, 1) >> np.arange(bits)[::-1] & 1
+    return np.packbits(digits.reshape(len(values), -1).astype(np.uint8), axis=1).tobytes()
 
 
 def png(values: Array, bits: int, kind: int, **chunks: bytes) -> bytes:
@@ -52,10 +48,8 @@ def tiff(values: Array, bits: int, order: str, tags: Mapping[int, int], compress
     known = {256: width, 257: height, 258: bits, 259: 8 if compress else 1, 273: 8, 277: channels, 279: len(data)}
     entries = sorted({**known, 278: height, **tags}.items())
     # A short of the directory stands in the first bytes of its field.
-    field = {"<": lambda number: struct.pack("<I", number), ">": lambda number: struct.pack(">HH", number, 0)}[order]
-    directory = struct.pack(f"{order}H", len(entries)) + b"".join(
-        struct.pack(f"{order}HHI", tag, 3, 1) + field(number) for tag, number in entries
-    )
+    directory = b"".join(struct.pack(f"{order}HHIHH", tag, 3, 1, number, 0) for tag, number in entries)
+    directory = struct.pack(f"{order}H", len(entries)) + directory
     start = {"<": b"II", ">": b"MM"}[order] + struct.pack(f"{order}HI", 42, 8 + len(data))
     return start + data + directory + bytes(4)
 

@@ -26,12 +26,13 @@ from support.models.video_files import write_video
 from support.programs.commands import assert_refused, run
 from support.references.steps import QUESTION, deepstack_output, patch_grid, tower_output
 
+Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens of Qwen2.5-VL, and of 4 x 5 of Qwen3-VL
 SIZE, TOKENS = (170, 140), {"qwen": 30, "qwen3-vl": 20}
 
 
 @pytest.fixture
-def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
+def pipe(pipeline: Pipelines) -> Callable[[str], Pipeline]:
     """A bundle for clips of up to 8 frames."""
     return lambda name: pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
 
@@ -46,12 +47,7 @@ def clip(photo: Image.Image) -> Clip:
 )
 @torch.no_grad()
 def test_features_of_a_clip_are_those_of_transformers_with_eager_attention_over_all_patches(
-    name: str,
-    block: int,
-    model: Callable[[str], Any],
-    checkpoint: Callable[[str], Path],
-    clip: Clip,
-    tmp_path: Path,
+    name: str, block: int, model: Models, checkpoint: Folders, clip: Clip, tmp_path: Path
 ) -> None:
     salience = "last" if block == -1 else None
     request = ExportRequest(str(checkpoint(name)), budgets=("prune-80",), max_frames=8, salience=salience)
@@ -74,7 +70,7 @@ def test_features_of_a_clip_are_those_of_transformers_with_eager_attention_over_
 
 @pytest.mark.parametrize(("name", "cut"), [("qwen", 0), ("qwen3-vl", 2)])
 def test_a_clip_and_an_image_in_one_prompt(
-    name: str, cut: int, pipeline: Callable[..., Pipeline], photo: Image.Image, clip: Clip
+    name: str, cut: int, pipeline: Pipelines, photo: Image.Image, clip: Clip
 ) -> None:
     both, tokens = pipeline(name, "fp32", ("prune-80",), max_frames=8, max_images=2), TOKENS[name]
     share = {"qwen": 1880, "qwen3-vl": 1686}[name]
@@ -94,15 +90,13 @@ def test_a_clip_longer_than_the_context_is_refused_with_the_budget_that_fits(
         pipe("qwen").generate(long, QUESTION, max_new_tokens=4)
 
 
-def test_a_bundle_without_video_takes_no_clip(pipeline: Callable[..., Pipeline], clip: Clip) -> None:
+def test_a_bundle_without_video_takes_no_clip(pipeline: Pipelines, clip: Clip) -> None:
     for name, way_out in (("qwen", "--max-frames"), ("qwen2-vl", "--max-frames"), ("gqa-112", "Give images")):
         with pytest.raises(VideoError, match=f"takes no video.*{way_out}"):
             pipeline(name).generate(clip, QUESTION, max_new_tokens=1)
 
 
-def test_clips_too_long_for_topk_are_refused_with_the_reason(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_clips_too_long_for_topk_are_refused_with_the_reason(checkpoint: Folders, tmp_path: Path) -> None:
     # 480 tokens a frame: 20 groups are 9600, of which 40 % are 3840. Sanitised apart, what the stage keeps of the
     # whole clip is the limit: 18.8 % of 42 groups are 3790.
     for budget, most, said in (
