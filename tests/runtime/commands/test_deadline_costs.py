@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,39 +70,6 @@ def test_a_picture_of_one_token_is_answered_unpruned(ask: tuple[Any, ...], bundl
     # By the costs that the first command kept.
     outcome = run(*words)
     assert outcome.code == 0 and "[none] TTFT" in outcome.stdout, (outcome.stdout, outcome.stderr)
-
-
-def test_times_that_cannot_be_kept_lead_to_a_warning(
-    ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs = tmp_path / "costs.json"
-    assert run(*ask, "--warm-up").code == 0
-    (kept,) = (tmp_path / "cache").rglob("*.json")
-    costs.write_bytes(kept.read_bytes())
-    monkeypatch.setattr("sinkprune.deadlines.measuring.cache_costs", lambda costs: None)
-    outcome = run(*ask)
-    said = f"warning: the costs, with the times of recent requests, could not be written to '{kept}', so later "
-    assert (outcome.code, outcome.stderr.count(said)) == (0, 1)
-    # Costs of a file are never corrected.
-    assert "warning" not in run(*ask, "--costs", costs).stderr
-
-
-def test_a_report_that_cannot_be_written_takes_nothing_with_it(
-    ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(*ask, "--warm-up").code == 0
-    (kept,) = (tmp_path / "cache").rglob("*.json")
-    before, picture = kept.read_bytes(), tmp_path / "kept.png"
-
-    def refuse(*_: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
-
-    monkeypatch.setattr("sinkprune.runtime.commands.run.write_json", refuse)
-    words = ("--budget", "retain-64", "--overlay", picture, "--json", tmp_path / "r.json", "--seed", 1)
-    outcome = run(*ask, *words)
-    assert outcome.code == 2 and "TTFT" in outcome.stdout and picture.exists() and kept.read_bytes() != before
-    note, error = outcome.stderr.splitlines()[-2:]
-    assert note.startswith("note: --seed changed nothing") and error.startswith("error: the system refused 'r.json'")
 
 
 def test_a_late_answer_looks_late() -> None:

@@ -28,51 +28,40 @@ from sinkprune.serving import command as serve
 from support.programs.commands import assert_refused, own_process, run
 
 
+@contextmanager
+def started(
+    path: Path, where: Path, *words: object
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], list[str]]]:
+    """A server in a process of its own, what it writes to `where`, and the lines that it prints at first."""
+    command = own_process("sinkprune-serve", path, "--port", 0, "--json", where, *words)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            lines = [""]
+            while "answers at" not in lines[-1]:
+                lines.append(server.stderr.readline())
+                assert lines[-1], server.wait()
+            yield server, json.loads(where.read_text()), lines[1:]
+            assert (server.wait(timeout=30), server.stderr.read()) == (0, "The server has ended.\n")
+        finally:
+            server.kill()
+
+
 def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """With a bundle that lacks the default method."""
     path = tmp_path / "bundle"
     export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",), methods=("fastervlm",)), path)
     assert_refused(run("sinkprune-serve", path), "no method 'sinkpruner'", "holds: fastervlm. Give one of these")
-    plan = ("--method", "fastervlm", "--budget", "retain-64")
-    words = own_process("sinkprune-serve", path, "--port", 0, "--json", "--name", "robot", *plan)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            line, earlier = "", ""
-            while "answers at" not in line:
-                earlier += line
-                line = server.stderr.readline()
-                assert line, server.wait()
-            assert re.fullmatch(
-                r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n", earlier
-            )
-            message = r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. \1/ is a page to try it\. Ctrl-C ends it\.\n"
-            found = re.fullmatch(message, line)
-            assert found is not None
-            answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()
-            assert (answer["sinkprune"]["method"], answer["sinkprune"]["budget"]) == ("fastervlm", "retain-64")
-            assert "<title>" in httpx.get(f"{found[1]}/").text
-            server.send_signal(signal.SIGINT)
-            out, errors = server.communicate(timeout=30)
-            assert (server.returncode, errors) == (0, "The server has ended.\n")
-            assert json.loads(out) == {"url": f"{found[1]}/v1", "models": ["robot", "robot:none", "robot:retain-64"]}
-        finally:
-            server.kill()
-
-
-@contextmanager
-def started(path: Path, where: Path, drain_s: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A server in a process of its own, and what it writes to `where`."""
-    words = own_process("sinkprune-serve", path, "--port", 0, "--json", where, "--drain-s", drain_s)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            while "answers at" not in (line := server.stderr.readline()):
-                assert line, server.wait()
-            yield server, json.loads(where.read_text())
-            assert (server.wait(timeout=30), server.stderr.read()) == (0, "The server has ended.\n")
-        finally:
-            server.kill()
+    words = ("--name", "robot", "--method", "fastervlm", "--budget", "retain-64")
+    with started(path, tmp_path / "server.json", *words) as (server, written, (note, _, line)):
+        assert note.startswith("note: of a picture of 640x480 pixels, the model sees 75 %")
+        found = re.match(r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. ", line)
+        assert found is not None
+        assert written == {"url": f"{found[1]}/v1", "models": ["robot", "robot:none", "robot:retain-64"]}
+        answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()
+        assert (answer["sinkprune"]["method"], answer["sinkprune"]["budget"]) == ("fastervlm", "retain-64")
+        assert "<title>" in httpx.get(f"{found[1]}/").text
+        server.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("drain_s", "complete"), [(60, True), (0, False)])
@@ -81,7 +70,7 @@ def test_sigterm_lets_running_requests_end_in_time(
 ) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
     tokens = {"max_tokens": 900, "min_new_tokens": 900}
-    with started(path, tmp_path / "server.json", drain_s) as (server, found):
+    with started(path, tmp_path / "server.json", "--drain-s", drain_s) as (server, found, _):
         body = {**BODY, "model": found["models"][0], **tokens, "stream": True}
         with httpx.stream("POST", f"{found['url']}/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -93,11 +82,12 @@ def test_sigterm_lets_running_requests_end_in_time(
 
 def test_the_end_waits_for_no_body(bundle: Callable[..., Path], tmp_path: Path) -> None:
     """A body that arrives slowly gets 503, and a rejected one its error, when the time to drain is over."""
-    with started(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "server.json", 1) as (server, found):
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    with started(path, tmp_path / "server.json", "--drain-s", 1) as (server, found, _):
         address = (urlsplit(found["url"]).hostname, urlsplit(found["url"]).port)
         with socket.create_connection(address) as slow, socket.create_connection(address) as lost:
-            for connection, path in ((slow, "/v1/chat/completions"), (lost, "/nothing")):
-                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            for connection, target in ((slow, "/v1/chat/completions"), (lost, "/nothing")):
+                head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
             # Until both bodies are being read.
             time.sleep(0.5)
@@ -157,27 +147,25 @@ def test_a_missing_package_is_named_with_its_extra(bundle: Callable[..., Path]) 
 
 def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
-    assert_refused(run("sinkprune-serve", path, "--budget", "retain-63"), "retain-63")
-    assert_refused(run("sinkprune-serve", path, "--name", "a:b"), "without ':'")
     assert_refused(run("sinkprune-serve", path / "none"), "no folder")
-    for option, value in (("--max-queue", 0), ("--max-active", 0), ("--max-body-mb", 0), ("--session-mb", -1)):
-        assert_refused(run("sinkprune-serve", path, option, value), f"{option} is {value}, expected")
-    assert_refused(run("sinkprune-serve", path, "--drain-s", -1), "--drain-s is -1, expected")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert_refused(run("sinkprune-serve", path, "--port", port), f"cannot listen at 127.0.0.1, port {port}")
-    assert_refused(run("sinkprune-serve", path, "--host", "no.such.host.invalid"), "cannot listen at no.such.host")
+        for option, value, said in (
+            ("--budget", "retain-63", "retain-63"),
+            ("--name", "a:b", "without ':'"),
+            *((f"--max-{what}", 0, f"--max-{what} is 0, expected") for what in ("queue", "active", "body-mb")),
+            *((option, -1, f"{option} is -1, expected") for option in ("--session-mb", "--drain-s")),
+            ("--port", port, f"cannot listen at 127.0.0.1, port {port}"),
+            ("--host", "no.such.host.invalid", "cannot listen at no.such.host"),
+        ):
+            assert_refused(run("sinkprune-serve", path, option, value), said)
 
 
-@pytest.mark.parametrize(
-    ("key", "said"), [("", "is empty"), ("schlüssel", "printable ASCII"), ("a\n", "printable"), (" a", "printable")]
-)
-def test_a_wrong_key_starts_no_open_server(
-    key: str, said: str, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_key_starts_no_open_server(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
     # Otherwise a server would start, and the test would not end.
     monkeypatch.delattr(serve, "load_app")
-    assert_refused(run("sinkprune-serve", path, "--api-key", key), f"--api-key {'is' if not key else 'has'}", said)
-    monkeypatch.setenv("SINKPRUNE_API_KEY", key)
-    assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)
+    for key, said in (("", "is empty"), ("schlüssel", "printable ASCII"), ("a\n", "printable"), (" a", "printable")):
+        assert_refused(run("sinkprune-serve", path, "--api-key", key), "--api-key ", said)
+        monkeypatch.setenv("SINKPRUNE_API_KEY", key)
+        assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)

@@ -42,6 +42,8 @@ def test_nothing_is_shared_between_questions_and_tokens_of_choices_run_one_by_on
     loaded, texts = pipeline("paligemma", budgets=("prune-80",)), ("red cup", "blue", "red")
     with pytest.raises(UsageError, match=r"paligemma.* all rows of a prompt see its question"):
         Session(loaded)
+    with pytest.raises(PromptError, match="one question"):
+        loaded.generate(photo, QUESTION, history=[("user", "What is this?"), ("assistant", "A cup.")])
     answer = loaded.generate(photo, QUESTION, budget="none", choice=texts)
     inputs = reference_inputs("paligemma", checkpoint("paligemma"), [photo], QUESTION)
     tokenizer, scores = AutoTokenizer.from_pretrained(checkpoint("paligemma")), []
@@ -56,9 +58,3 @@ def test_nothing_is_shared_between_questions_and_tokens_of_choices_run_one_by_on
         scores.append(logits.log_softmax(-1)[places, ids[0]].sum().item())
     expected = np.exp(scores) / np.exp(scores).sum()
     np.testing.assert_allclose([answer.choices[text] for text in texts], expected, rtol=1e-3)
-
-
-def test_a_conversation_is_an_error(pipeline: Pipelines, photo: Image.Image) -> None:
-    history = [("user", "What is this?"), ("assistant", "A cup.")]
-    with pytest.raises(PromptError, match="one question"):
-        pipeline("paligemma", budgets=("prune-80",)).generate(photo, QUESTION, history=history)

@@ -15,7 +15,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from sinkprune import VideoFile
@@ -33,9 +32,7 @@ from sinkprune.runtime.families.qwen_processor import (
 )
 from sinkprune.runtime.media.clip import Clip
 from sinkprune.runtime.media.frame import ClipSize, SampledFrames
-from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
-from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.video_files import write_video
 
 QWEN, QWEN3 = (read_family("preset", PRESETS[name]) for name in ("qwen2.5-vl-7b", "qwen3-vl-2b"))
@@ -114,63 +111,21 @@ def test_frames_are_as_large_as_the_processor_of_qwen3_makes_them(size: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("clip", "message"),
+    ("given", "fps", "message"),
     [
-        (Clip([], fps=2), "no frames"),
-        (Clip([Image.new("RGB", (20, 20)), Image.new("RGB", (20, 30))], fps=2), "different sizes"),
-        (Clip([np.zeros((3, 20, 20), np.uint8)], fps=2), r"expected uint8 \[height,width,3\]"),
-        (Clip(["a.jpg"], fps=2), "found 'a.jpg' as a frame of a clip, expected a Pillow image or .* Open it with"),
-        (Clip([np.zeros((0, 20, 3), np.uint8)], fps=2), "the image has 20x0 pixels, expected at least 1x1"),
+        *(([], fps, f"the clip has {fps} frames a second, expected") for fps in (None, 0, float("nan"), True)),
+        ([], 10**400, "the clip has a number of more than 80 digits"),
+        ([], Fraction(10) ** -400, "the clip has 1[0/]*"),
+        ("clip.mp4", 2, "found str as a clip's frames, expected images"),
+        ([], 2, "no frames"),
+        ([Image.new("RGB", (20, 20)), Image.new("RGB", (20, 30))], 2, "different sizes"),
+        ([np.zeros((3, 20, 20), np.uint8)], 2, r"expected uint8 \[height,width,3\]"),
+        (["a.jpg"], 2, "found 'a.jpg' as a frame of a clip, expected a Pillow image or .* Open it with"),
     ],
 )
-def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
+def test_what_is_no_clip_or_cannot_be_shown(given: Any, fps: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
-        sample_frames(clip, LIMITS, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *((([], fps), f"the clip has {fps} frames a second, expected a number") for fps in (None, 0, -1.0, True)),
-        *(
-            (([], float(fps)), f"the clip has .?{fps[:3]}.* frames a second")
-            for fps in ("nan", "inf", "1e-308", "1e+308")
-        ),
-        *((([], fps), "the clip has a number of more than 80 digits") for fps in (10**400, -(10**400))),
-        *((([], Fraction(10) ** power), "the clip has 1[0/]*") for power in (400, -400)),
-        (([], np.timedelta64(1, "s")), "the clip has 1 seconds frames"),
-        ((3, 2), "found int as a clip's frames, expected images"),
-        (("clip.mp4", 2), "found str as a clip's frames, expected images"),
-    ],
-)
-def test_what_is_no_clip(arguments: tuple[Any, Any], message: str) -> None:
-    with pytest.raises(VideoError, match=message):
-        Clip(*arguments)
-
-
-def test_positions_of_a_clip_equal_transformers(
-    checkpoint: Callable[[str], Path], bundle: Callable[..., Path], photo: Image.Image
-) -> None:
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint("qwen"))
-
-    facts = read_bundle(bundle("qwen")).manifest
-    tower = replace(facts.vision, tokens_per_second=model.config.vision_config.tokens_per_second)
-    settings = QWEN.processor({"min_pixels": 784, "max_frames": 768})
-    family = Qwen25VL(replace(facts, vision=tower, processor=settings))
-    for fps, shown_frames in ((2.0, 8), (0.75, 6), (1.37, 40), (24.0, 5)):
-        clip = SampledFrames([photo.resize((112, 84))] * shown_frames, ClipSize(112, 84, shown_frames, fps))
-        layout, grid = family.layout(clip), QwenProcessor(settings).grid(clip.size)
-        n = len(layout.unpruned_rows)
-        ids = torch.tensor([[7] * 5 + [VIDEO_TOKEN] * n + [7] * 3])
-        expected, delta = model.model.get_rope_index(
-            ids,
-            2 * (ids == VIDEO_TOKEN).int(),
-            video_grid_thw=torch.tensor([list(grid)]),
-            second_per_grid_ts=torch.tensor([2 / fps]),
-        )
-        found = positions([5, 3], [(layout, np.arange(n))])
-        assert found.rows.tolist() == expected[:, 0].tolist()
-        assert found.next == ids.shape[1] + int(delta)
+        sample_frames(Clip(given, fps), LIMITS, 2)
 
 
 def test_positions_of_a_clip_of_a_variable_rate_are_its_times(

@@ -35,14 +35,6 @@ def gif_of_tiny_comments() -> bytes:
     return data[:place] + b"!\xfe" + b"\x01x" * _SIZE + b"\0" + data[place:]
 
 
-def ppm_of_whitespace() -> bytes:
-    return b"P6 " + b" " * 2 * _SIZE + b"8 8 255\n" + bytes(192)
-
-
-def ppm_of_16_bits() -> bytes:
-    return b"P6 1024 1024 65535\n" + bytes(6 << 20)
-
-
 def jpeg_of_scans() -> bytes:
     data = saved("JPEG", 2048, progressive=True)
     last = data[data.rindex(b"\xff\xc4", 0, data.rindex(b"\xff\xda")) : -2]
@@ -58,21 +50,9 @@ def tiff_of_many_tags() -> bytes:
     return tiff((256, 4, 1, 1), (257, 4, 1, 1), *((1000 + number, 4, 1, 0) for number in range(20_000)))
 
 
-BOMBS = (ppm_of_16_bits, jpeg_of_scans)
-HEADERS = (
-    gif_of_tiny_comments,
-    ppm_of_whitespace,
-    jpeg_of_exif_segments,
-    tiff_of_many_tags,
-)
-
-
-@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.__name__)
-def test_a_picture_that_takes_too_long_is_refused_in_time(
-    bomb: Callable[[], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_takes_too_long_is_refused_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "picture"
-    path.write_bytes(bomb())
+    path.write_bytes(jpeg_of_scans())
     monkeypatch.setattr(images, "MOST_SECONDS", _ALLOWED)
     began = time.thread_time()
     with pytest.raises(ImageError, match=r"picture': decoding the image takes more than 0\.1 seconds of processor"):
@@ -90,7 +70,7 @@ def test_decoding_ends_soon_after_it_is_cancelled() -> None:
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("bomb", HEADERS, ids=lambda bomb: bomb.__name__)
+@pytest.mark.parametrize("bomb", [gif_of_tiny_comments, jpeg_of_exif_segments, tiff_of_many_tags])
 def test_a_header_of_too_many_parts_is_refused_at_once(bomb: Callable[[], bytes]) -> None:
     """A server reads the headers of all requests before their turn, so that seconds would keep others waiting."""
     began = time.thread_time()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from sinkprune.runtime.media.images import frame_count, read_header, read_image,
 from sinkprune.runtime.media.picture_warnings import scaled_down
 from support.programs.commands import run
 
-MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."
+FIRST = "the model sees the first of 3 frames. Give frames as files of their own."
 COLOURS = ("red", "lime", "blue")
 
 
@@ -45,20 +43,12 @@ def test_frames_are_counted_in_each_format(suffix: str, tmp_path: Path) -> None:
         assert red > 240 > 10 > max(green, blue)
 
 
-def test_further_pictures_of_a_jpeg_are_no_frames(tmp_path: Path) -> None:
-    """Cameras write previews and depths after the picture, as MPO."""
-    path, picture = tmp_path / "phone.jpg", Image.new("RGB", (9, 9))
-    picture.save(path, "MPO", save_all=True, append_images=[picture.resize((3, 3))])
-    with Image.open(path) as opened:
-        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == 1 < opened.n_frames  # type: ignore[attr-defined]
-    assert read_header(path)[0] == 1
-
-
-def test_views_of_a_jpeg_are_frames(tmp_path: Path) -> None:
-    """As stereo cameras write them: the type of the second picture is Disparity (CIPA DC-007, 5.2.3.3.1)."""
-    path, picture = tmp_path / "stereo.jpg", Image.effect_noise((90, 90), 80).convert("RGB")
+def test_views_of_a_jpeg_are_frames_and_its_previews_are_none(tmp_path: Path) -> None:
+    """In an MPO, the type of a view is Disparity (CIPA DC-007, 5.2.3.3.1): stereo cameras write that."""
+    path, picture = tmp_path / "phone.jpg", Image.effect_noise((90, 90), 80).convert("RGB")
     picture.save(path, "MPO", save_all=True, append_images=[picture.rotate(90), picture.resize((9, 9))])
     with Image.open(path) as opened:
+        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == read_header(path)[0] == 1
         size = opened.mpinfo[0xB002][1]["Size"]  # type: ignore[attr-defined]
     undefined, disparity = (struct.pack("<LL", kind, size) for kind in (0, 0x20002))
     assert path.read_bytes().count(undefined) == 1
@@ -77,43 +67,6 @@ def test_damage_after_the_first_frame_rejects_nothing(suffix: str, tmp_path: Pat
         with Image.open(io.BytesIO(whole[:end])) as opened:
             assert to_rgb(opened).size == (40, 40)
     assert {2, 3} <= counts <= {1, 2, 3}
-
-
-@pytest.fixture
-def notes(tmp_path: Path) -> dict[Path, str]:
-    """Files, and the line about each: one of three frames, and millimetres up to 4 metres of a depth camera."""
-    depths = np.linspace(0, 4000, 90 * 90).astype(np.uint16).reshape(90, 90)
-    Image.fromarray(depths).save(tmp_path / "depth.png")
-    scaled = (
-        "16 bits a channel were scaled to 8. The largest value is now 16 of 255. If that is too dark, scale the "
-        "picture to 8 bits yourself."
-    )
-    return {animated(tmp_path / "anim.gif"): MESSAGE, tmp_path / "depth.png": scaled}
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("sinkprune-run", ("--max-new-tokens", 1)),
-        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 1)),
-    ],
-)
-def test_one_line_for_each_file(
-    command: str, options: tuple[object, ...], bundle: Callable[..., Path], notes: dict[Path, str]
-) -> None:
-    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
-    for file, line in notes.items():
-        outcome = run(command, root, *("--image", file) * 2, "--prompt", "What is this?", *options)
-        assert (outcome.code, outcome.stderr) == (0, f"{file}: {line}\n")
-
-
-def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    gif, pipe = animated(tmp_path / "anim.gif"), Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
-    with pytest.warns(FirstFrameWarning) as caught, Image.open(gif) as opened:
-        for picture in (gif, read_image(gif), opened):
-            answer = pipe.generate(picture, "What?", max_new_tokens=1)
-    assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE}"]
-    assert answer.images[0].layout.seen_share == 1
 
 
 @pytest.fixture(scope="module")
@@ -150,43 +103,56 @@ def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, 
         assert width - seen_width <= side / 2 and height - seen_height <= side / 2
 
 
-def test_python_warns_once_for_each_size(root: Path, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(root)
+def test_python_warns_once_of_each_kind_and_size(
+    root: Path, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    gif, pipe = animated(tmp_path / "anim.gif"), Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
+    with pytest.warns(FirstFrameWarning) as caught, Image.open(gif) as opened:
+        for picture in (gif, read_image(gif), opened):
+            answer = pipe.generate(picture, "What?", max_new_tokens=1)
+    assert [str(warning.message) for warning in caught] == [f"the picture: {FIRST}"]
+    assert answer.images[0].layout.seen_share == 1
+    with pytest.warns(PartlySeenWarning, match=r"the model sees 67 % of the picture \(the middle 400x400") as caught:
+        for _ in range(2):
+            pipe.generate(photo, "What?", max_new_tokens=1)
+    assert [warning.filename for warning in caught] == [__file__]
+    pipe = Pipeline.load(root)
     with pytest.warns(ScaledDownWarning) as caught:
         for size in ((1600, 1200), (1600, 1200), (56, 56), (1200, 1600)):
-            pipeline.generate(photo.resize(size), "What?", max_new_tokens=1)
+            pipe.generate(photo.resize(size), "What?", max_new_tokens=1)
     sizes = [str(warning.message).split(" picture")[0] for warning in caught]
     assert sizes == ["the model sees the 1600x1200", "the model sees the 1200x1600"]
 
 
-WIDE = (
-    "the model sees 56 % of the picture (the middle 720x720 of 1280x720). --fit pad shows it all (docs/pictures.md)."
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("sinkprune-run", ("--max-new-tokens", 1, "--json")),
+        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 1)),
+    ],
 )
-TALL = "the model sees 50 % of the picture (the middle 60x60 of 60x120). --fit pad shows it all (docs/pictures.md)."
-
-
-def test_unseen_parts_are_reported_once_a_size(
-    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+def test_commands_print_one_line_for_each_file_and_size(
+    command: str, options: tuple[object, ...], bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
 ) -> None:
-    words: list[Any] = []
-    for number, size in enumerate([(90, 90), (1280, 720), (60, 120), (1280, 720)]):
-        photo.resize(size).save(tmp_path / f"{number}.png", compress_level=1)
-        words += ["--image", tmp_path / f"{number}.png"]
-    root = bundle("gqa-112", budgets=("retain-64",), max_images=4)
-    outcome = run("sinkprune-run", root, *words, "--prompt", "What is this?", "--max-new-tokens", 2, "--json")
-    assert outcome.stderr == f"{tmp_path}/1.png: {WIDE}\n{tmp_path}/2.png: {TALL}\n"
-    assert json.loads(outcome.stdout)["seen_share"] == [1, pytest.approx(112 / 199), 0.5, pytest.approx(112 / 199)]
-
-
-def test_a_picture_that_is_seen_in_part_causes_a_warning(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
-    # Of a size of its own: other tests have used the pipeline, and each size causes a warning once.
-    photo = photo.resize((606, 404))
-    with pytest.warns(PartlySeenWarning, match=r"the model sees 67 % of the picture \(the middle 404x404") as caught:
-        pipe.generate(photo, "What?", max_new_tokens=1)
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)
+    depths = np.linspace(0, 4000, 90 * 90).astype(np.uint16).reshape(90, 90)
+    pictures = {"wide": photo.resize((1280, 720)), "tall": photo.resize((60, 120)), "depth": Image.fromarray(depths)}
+    for name, picture in pictures.items():
+        picture.save(tmp_path / f"{name}.png", compress_level=1)
+    seen = ("wide", "depth", "tall", "wide")
+    files = [animated(tmp_path / "anim.gif"), *(tmp_path / f"{name}.png" for name in seen)]
+    words = [word for file in files for word in ("--image", file)]
+    root = bundle("gqa-112", budgets=("retain-64",), max_images=5)
+    outcome = run(command, root, *words, "--prompt", "What is this?", *options)
+    assert outcome.code == 0
+    for name, said in (
+        ("anim.gif", FIRST),
+        ("depth.png", "16 bits a channel were scaled to 8. The largest value is now 16 of 255."),
+        ("wide.png", "the model sees 56 % of the picture (the middle 720x720 of 1280x720). --fit pad shows it all"),
+        ("tall.png", "the model sees 50 % of the picture (the middle 60x60 of 60x120). --fit pad shows it all"),
+    ):
+        (line,) = [line for line in outcome.stderr.splitlines() if line.startswith(f"{tmp_path}/{name}: ")]
+        assert said in line
+    assert len(outcome.stderr.splitlines()) == 4
+    if "--json" in options:
+        partly = pytest.approx(112 / 199)
+        assert json.loads(outcome.stdout)["seen_share"] == [1, partly, 1, 0.5, partly]
