@@ -113,16 +113,6 @@ def test_every_shape_of_a_policy_lies_in_an_optimisation_profile(
     assert {graph for graph, _ in outside} >= {"decoder_0", "decoder_2"}
 
 
-def test_the_tower_takes_all_cameras_and_the_projector_one(source: Callable[..., Path]) -> None:
-    manifest = read_bundle(source()).manifest
-    profiles = optimisation_profiles(manifest, resolved(manifest))
-    assert all(list(own) == ["prefill"] for own in profiles.values())
-    assert profiles["vision"]["prefill"]["pixel_values"] == Range(
-        (1, 3, 112, 112), (3, 3, 112, 112), (3, 3, 112, 112)
-    )
-    assert profiles["projector"]["prefill"]["tokens"].max == (1, 64, 96)
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_expert_reads_caches_of_every_room(dialect: str, source: Callable[..., Path]) -> None:
     """In place a segment has one room, that of the longest prompt; smaller ones are those of the gate's recording."""
@@ -139,6 +129,7 @@ def test_the_expert_reads_caches_of_every_room(dialect: str, source: Callable[..
             assert expert[f"past_key_{layer}"] == expert[f"past_value_{layer}"] == rooms
             first = (1, 1, most if manifest.cache == "in-place" else 0, 16)
             assert own[f"past_key_{layer}"] == Range(first, first, first)
+    assert profiles["projector"]["prefill"]["tokens"].max == (1, 64, 96)
     assert expert["length_2"] == Range((1,), (1,), (1,))
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,25 +125,6 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
 Libraries = Callable[..., TensorRT]
 
 
-class FakeConfig:
-    """A builder's configuration with bytes as timing caches; `b"foreign"` is of another GPU."""
-
-    cache = b""
-
-    def create_timing_cache(self, serialised: bytes) -> bytes:
-        return serialised
-
-    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
-        assert not ignore_mismatch
-        if cache == b"foreign":
-            return False
-        self.cache = cache
-        return True
-
-    def get_timing_cache(self) -> Any:
-        return SimpleNamespace(serialize=lambda: self.cache + b" timed")
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libraries:
     """Return a function that makes `TensorRT` of a version, on a GPU of a compute capability."""
@@ -179,19 +161,18 @@ def test_memory_of_a_board_is_one(library: Libraries) -> None:
     assert shared.activations and shared.copies == system.copies + gpu.copies
 
 
-def test_the_timing_cache_is_reused_where_it_fits(library: Libraries) -> None:
-    trt, cache = library(), lambda: (trt._timing_cache).read_bytes()
-    config = FakeConfig()
-    trt.configure(config)
+def test_the_timing_cache_is_reused_where_it_fits(library: Libraries, tmp_path: Path) -> None:
+    trt, file, config = library(), tmp_path / "engines.timing-cache", Mock()
+    config.create_timing_cache.side_effect = bytes
+    config.get_timing_cache.return_value.serialize.return_value = b"timed"
     trt.keep_timings(config)
-    assert cache() == b" timed"
+    assert file.read_bytes() == b"timed"
     trt.configure(config)
-    assert config.cache == b" timed"
-    trt.keep_timings(config)
-    assert cache() == b" timed timed"
-    trt._timing_cache.write_bytes(b"foreign")
+    config.set_timing_cache.assert_called_once_with(b"timed", ignore_mismatch=False)
+    # Another GPU's
+    config.set_timing_cache.return_value = False
     trt.configure(config)
-    assert config.cache == b""
+    config.set_timing_cache.assert_called_with(b"", ignore_mismatch=False)
 
 
 def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
