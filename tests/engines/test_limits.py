@@ -50,8 +50,10 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
     roomy = replace(manifest, language_model=replace(manifest.language_model, max_positions=4096))
     assert resolved(roomy) == Limits(512, 512, 1)
     assert resolved(replace(roomy, max_images=3), images=2).images == 2
-    with pytest.raises(UsageError, match=r"200 tokens of prompt .* 576 visual .* 249 new tokens .* 448 together"):
-        resolved(manifest, 200, 249)
+    for prompt, new in ((448, None), (200, 249)):
+        said = rf"{prompt} tokens of prompt .* 576 visual tokens and {new or 1} new .* 1024 positions.* 448 together"
+        with pytest.raises(UsageError, match=said):
+            resolved(manifest, prompt, new)
 
 
 def test_an_unknown_dimension_is_refused(manifest: Manifest) -> None:

@@ -129,6 +129,7 @@ def test_a_chunk_by_hand(name: str, text: int) -> None:
             read = tower + decoder + int(steps) * (expert + cache)
             assert chunk.bytes == pytest.approx(read, rel=0.02)
             assert chunk.bytes_ms == pytest.approx(chunk.bytes / 102e6)
+            assert chunk.flops == rows.encoder_flops + rows.prefill_flops + int(steps) * (rows.step_flops or 0)
             assert chunk.flops_ms == pytest.approx(chunk.flops / 17e9)
     assert model.visual_tokens == 3 * 256 and model.prompt_tokens == text and model.new_tokens == 0
     assert [form.budgets["none"].fits for form in model.forms] == [False, True, True]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -59,22 +60,17 @@ def engines(source: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def raised(token: int, place: int = 0) -> Any:
+def raised(token: int, place: int) -> Any:
     """Return a `Wrap` that raises the logit of one token from the new token `place` on."""
-    calls = 0
+    calls = count()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
-        if graph != "head":
-            return engine
-
         def louder(inputs: Mapping[str, Any]) -> dict[str, Any]:
-            nonlocal calls
             logits = backend.numpy(engine(inputs)["logits"])
-            logits[..., token] += 1e3 if calls >= place else 0
-            calls += 1
+            logits[..., token] += 1e3 if next(calls) >= place else 0
             return {"logits": backend.tensor(logits)}
 
-        return louder
+        return louder if graph == "head" else engine
 
     return wrap
 

@@ -96,8 +96,9 @@ def test_what_tensorrt_or_the_bundle_does_not_allow_is_refused(small: Bundle, tm
         file = tmp_path / f"{number}.onnx"
         onnx.save(model, file)
         job = BuildJob(Model("head", own, file.name, {file.name: HeldFile(file, BundleError)}, 0), ranges)
-        with pytest.raises(EnginesError, match=rf"(?s)(?=.*graph 'head').*{said}"):
+        with pytest.raises(EnginesError, match=rf"(?s)(?=.*graph 'head').*{said}") as caught:
             build(job, tmp_path / "engine")
+        assert "cudaError" not in str(caught.value)
         assert not (tmp_path / "engine").exists()
 
 
@@ -157,8 +158,9 @@ def test_memory_of_a_board_is_one(library: Libraries) -> None:
     system, gpu = library(compute_capability=86).memories()
     assert (system.activations, gpu.activations) == (False, True)
     assert (gpu.name, gpu.free) == ("memory of Fake RTX", 7_000_000_000)
-    (shared,) = library(compute_capability=87).memories()
-    assert shared.activations and shared.copies == system.copies + gpu.copies
+    for board in (87, 110):
+        (shared,) = library(compute_capability=board).memories()
+        assert shared.activations and shared.copies == system.copies + gpu.copies
 
 
 def test_the_timing_cache_is_reused_where_it_fits(library: Libraries, tmp_path: Path) -> None:
