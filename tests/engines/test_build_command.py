@@ -182,7 +182,6 @@ def test_only_engines_are_replaced_and_only_with_force(bundle: Bundles, tmp_path
     assert build(bundle("gqa-112"), output, *target, "--max-prompt", 70, "--force").code == 0
     assert read_engines(output).manifest.limits.prompt_tokens == 70
     thesis.mkdir()
-    assert_refused(run("sinkprune-build", thesis, "-o", tmp_path / "out", *target), "is not a bundle")
     outcome = run("sinkprune-build", bundle("gqa-112"), "-o", thesis, *target, "--force")
     assert_refused(outcome, "exists and is not a folder of engines", "left as it is")
 
@@ -210,29 +209,23 @@ def test_wrong_arguments_are_refused(
     assert_refused(build(bundle("gqa-112"), tmp_path / "engines", "--target", "onnxruntime", *given), said)
 
 
-def test_an_altered_bundle(bundle: Bundles, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
-    weights = copied / "graphs" / "weights" / "head.bin"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), "head.bin' was altered")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
-def test_tensorrt_is_missing(bundle: Bundles, tmp_path: Path) -> None:
-    outcome = build(bundle("gqa-112", "fp16"), tmp_path / "engines", "--target", "tensorrt")
-    assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install --editable '.[tensorrt]'")
-
-
-def test_too_little_memory_and_no_room_on_the_disk(
+def test_what_a_machine_or_a_bundle_lacks_is_refused(
     bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, full = bundle("gqa-112"), shutil.disk_usage(tmp_path)._replace(free=1000)
+    source, engines, full = bundle("gqa-112"), tmp_path / "engines", shutil.disk_usage(tmp_path)._replace(free=1000)
+    copied = Path(shutil.copytree(source, tmp_path / "bundle"))
+    weights = copied / "graphs" / "weights" / "head.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    assert_refused(build(copied, engines, "--target", "onnxruntime"), "head.bin' was altered")
+    if importlib.util.find_spec("tensorrt") is None:
+        outcome = build(bundle("gqa-112", "fp16"), engines, "--target", "tensorrt")
+        assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install --editable '.[tensorrt]'")
     with monkeypatch.context() as patch:
         patch.setattr(targets, "available_bytes", lambda: 100_000_000)
-        outcome = build(source, tmp_path / "engines", "--target", "onnxruntime")
+        outcome = build(source, engines, "--target", "onnxruntime")
     assert_refused(outcome, "not enough memory", "needs about 0.3 GB of memory", "0.1 GB are free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    outcome = build(source, tmp_path / "engines", "--target", "onnxruntime")
+    outcome = build(source, engines, "--target", "onnxruntime")
     assert_refused(outcome, "no room for the engines", f"'{tmp_path}' has 0 MB free")
 
 
@@ -259,13 +252,12 @@ def test_a_second_interrupt_does_not_stop_the_clean_up(
 
 
 @needs_rtx
-@pytest.mark.parametrize("moment", ["phase_start", "step_complete"])
-def test_an_interrupt_leaves_nothing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_an_engine_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
     source = export_random(tmp_path, budgets=("retain-64",), precision="fp16").path
-    monkeypatch.setattr(TerminalProgress, moment, interrupt)
+    monkeypatch.setattr(TerminalProgress, "step_complete", interrupt)
     outcome = build(source, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
     assert outcome.code == 130
     assert outcome.stderr == "interrupted; no engine was complete, so nothing was kept.\n"
