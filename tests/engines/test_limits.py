@@ -49,21 +49,11 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
     assert resolved(manifest, 30, 20) == Limits(30, 20, 1)
     roomy = replace(manifest, language_model=replace(manifest.language_model, max_positions=4096))
     assert resolved(roomy) == Limits(512, 512, 1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new", "images", "said"),
-    [
-        (None, None, 2, "exported for up to 1 in a prompt.* --max-images 2"),
-        (448, None, None, "448 tokens of prompt .* 576 visual tokens and 1 new .* 1024 positions.* 448 together"),
-        (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),
-    ],
-)
-def test_wrong_limits_are_refused(
-    manifest: Manifest, prompt: int | None, new: int | None, images: int | None, said: str
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        resolved(manifest, prompt, new, images)
+    assert resolved(replace(roomy, max_images=3), images=2).images == 2
+    for prompt, new in ((448, None), (200, 249)):
+        said = rf"{prompt} tokens of prompt .* 576 visual tokens and {new or 1} new .* 1024 positions.* 448 together"
+        with pytest.raises(UsageError, match=said):
+            resolved(manifest, prompt, new)
 
 
 def test_an_unknown_dimension_is_refused(manifest: Manifest) -> None:
@@ -125,16 +115,6 @@ def test_every_shape_of_a_policy_lies_in_an_optimisation_profile(
     assert {graph for graph, _ in outside} >= {"decoder_0", "decoder_2"}
 
 
-def test_the_tower_takes_all_cameras_and_the_projector_one(source: Callable[..., Path]) -> None:
-    manifest = read_bundle(source()).manifest
-    profiles = optimisation_profiles(manifest, resolved(manifest))
-    assert all(list(own) == ["prefill"] for own in profiles.values())
-    assert profiles["vision"]["prefill"]["pixel_values"] == Range(
-        (1, 3, 112, 112), (3, 3, 112, 112), (3, 3, 112, 112)
-    )
-    assert profiles["projector"]["prefill"]["tokens"].max == (1, 64, 96)
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_expert_reads_caches_of_every_room(dialect: str, source: Callable[..., Path]) -> None:
     """In place a segment has one room, that of the longest prompt; smaller ones are those of the gate's recording."""
@@ -151,10 +131,11 @@ def test_the_expert_reads_caches_of_every_room(dialect: str, source: Callable[..
             assert expert[f"past_key_{layer}"] == expert[f"past_value_{layer}"] == rooms
             first = (1, 1, most if manifest.cache == "in-place" else 0, 16)
             assert own[f"past_key_{layer}"] == Range(first, first, first)
+    assert profiles["projector"]["prefill"]["tokens"].max == (1, 64, 96)
     assert expert["length_2"] == Range((1,), (1,), (1,))
 
 
-def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
+def test_the_limits_of_a_policy(source: Callable[..., Path], bundle: Callable[..., Path]) -> None:
     manifest = read_bundle(source()).manifest
     assert resolved(manifest) == resolved(manifest, images=3) == Limits(64, 0, 3)
     assert resolved(manifest, 400) == Limits(400, 0, 3)
@@ -174,10 +155,7 @@ def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
     # Engines for longer prompts would not help.
     with pytest.raises(PromptError, match=r"52 text tokens .* more than the 20 of the policy's training"):
         check_prompt_length(named, Limits(20, 0, 3), 52, 100)
-
-
-def test_a_prompt_with_the_state_has_room_for_it(bundle: Callable[..., Path]) -> None:
-    """pi0.5 was trained with 200 tokens; its checkpoint in transformers' form does not say so."""
+    # pi0.5 has the state in its prompt: it was trained with 200 tokens, which its checkpoint does not say.
     manifest = read_bundle(bundle("pi0.5", budgets=BUDGETS, max_images=3)).manifest
     assert manifest.policy is not None and manifest.policy.most_prompt_tokens is None
     assert resolved(manifest).prompt_tokens == 200

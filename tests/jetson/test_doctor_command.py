@@ -22,35 +22,26 @@ REQUEST = '--image PICTURE.jpg --prompt "QUESTION" --budget retain-192'
 def test_a_board_from_a_workstation() -> None:
     done = doctor("--board", "orin-nano-8gb", "llava-1.5-7b")
     assert done.code == 0, done.stderr
-    for words in ("Jetson Orin Nano 8GB (Super), sm_87", "102 GB/s", "verify before quoting", "about 7.1 GB"):
+    # The verdict comes first.
+    assert done.stdout.startswith("llava-1.5-7b fits: int4 at retain-192 on tensorrt, in 6.5 GB. Only int4 fits.\n")
+    for words in ("Jetson Orin Nano 8GB (Super), sm_87", "102 GB/s", "verify before quoting", "7W, 15W, 25W, MAXN\n"):
         assert words in done.stdout
-    rows = [
-        line.split() for line in done.stdout.splitlines() if re.search(r"^(fp16|int8|int4)? +(none|retain-)", line)
-    ]
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r"(fp16|int8|int4)? +(none|retain-)", line)]
     assert rows[0] == ["fp16", "none", "576>576>576", "21.4!", "500", "523", "133", "0"]
     assert rows[4] == ["retain-32", "576>65>31", "21.4!", "130w", "151", "130", "0"]
     assert rows[11] == ["retain-192", "576>385>184", "6.5", "206", "228", "35", "1365"]
-    assert [row[0] for row in rows if len(row) == 8] == ["fp16", "int8", "int4"]
     builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
-    assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
-    assert re.search(r"^power modes +7W, 15W, 25W, MAXN$", done.stdout, re.MULTILINE)
-    # The verdict comes first.
-    assert done.stdout.startswith("llava-1.5-7b fits: int4 at retain-192 on tensorrt, in 6.5 GB. Only int4 fits.\n")
     assert "libraries" not in done.stdout
-    assert not re.search(r" $", done.stdout, re.MULTILINE)
 
 
 def test_a_recorded_board_is_described(tmp_path: Path) -> None:
     report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
-    assert report["board"] == "orin-nano-8gb"
-    assert report["jetpack"]["version"] == "6.2"
-    assert report["backend"] == "tensorrt"
+    assert (report["board"], report["jetpack"]["version"], report["backend"]) == ("orin-nano-8gb", "6.2", "tensorrt")
     modes = {"15W": 0, "25W": 1, "MAXN_SUPER": 2, "7W": 3}
     assert report["machine"]["power_mode"] == {"id": 0, "name": "15W", "modes": modes}
     # This Python is none of the board's.
-    assert any("is installed for Python 3.10" in finding["found"] for finding in report["findings"])
-    assert any(finding["stops"] for finding in report["findings"])
+    assert any("for Python 3.10" in finding["found"] and finding["stops"] for finding in report["findings"])
     assert report["usable_bytes"] == report["machine"]["free_bytes"]
     (model,) = report["models"]
     assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
@@ -68,22 +59,19 @@ def test_a_bundle_comes_with_the_commands_that_run_it(
     report = told("--root", tree(tmp_path), path)
     (model,) = report["models"]
     assert (model["name"], model["kind"]) == (str(path), "bundle")
-    own = [form for form in model["forms"] if form["exported"]]
-    assert len(own) == 1
-    weights = (path / "graphs" / "weights").iterdir()
-    assert own[0]["weight_bytes"] == sum(file.stat().st_size for file in weights)
-    commands = [shlex.split(command) for command in report["next"]]
+    (own,) = (form for form in model["forms"] if form["exported"])
+    assert own["weight_bytes"] == sum(file.stat().st_size for file in (path / "graphs" / "weights").iterdir())
+    *builds, ask = (shlex.split(command) for command in report["next"])
     if report["machine"]["board"]:
-        build, ask = commands
-        assert build[:5] == ["sinkprune-build", str(path), "-o", f"{path}-engines", "--target"]
+        assert [build[:5] for build in builds] == [
+            ["sinkprune-build", str(path), "-o", f"{path}-engines", "--target"]
+        ]
         assert ask[:3] == ["sinkprune-run", f"{path}-engines", "--image"]
     else:
-        (ask,) = commands
-        assert ask[:4] == ["sinkprune-run", str(path), "--backend", "ort-cpu"]
+        assert builds == [] and ask[:4] == ["sinkprune-run", str(path), "--backend", "ort-cpu"]
     assert ask[-2:] == ["--budget", "retain-192"]
     (found,) = report["recommendations"]
-    assert (found["weights"], found["budget"], found["as_it_is"]) == (own[0]["weights"], "retain-192", True)
-    assert found["why"] == f"'{path}' fits as it is. sinkprune-run compares the sums of its files."
+    assert (found["weights"], found["budget"], found["as_it_is"]) == (own["weights"], "retain-192", True)
     assert re.match(r"Weights in int\d would .* these .*: export with --weights int\d\.", found["faster"])
 
 
@@ -110,31 +98,29 @@ def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_fi
     # What is packed is mapped: nothing is packed while it loads.
     own = next(form for form in model["forms"] if form["exported"])
     assert own["budgets"]["none"]["memory"]["loading"] == 0
-    manifest = json.loads((engines / "engines.json").read_text())
+    file = engines / "engines.json"
+    manifest = json.loads(file.read_text())
     for machine in ("x86_64", "aarch64"):
         manifest["flags"]["machine"] = machine
-        (engines / "engines.json").write_text(json.dumps(manifest))
+        file.write_text(json.dumps(manifest))
         if machine == "x86_64":
             assert_refused(doctor("--board", "orin-nano-8gb", engines), "built on x86_64, and boards have aarch64")
     on_board = told("--board", "orin-nano-8gb", engines)["models"][0]
-    assert on_board["backend"] == "ort-cpu"
-    assert on_board["forms"][0]["budgets"]["none"]["bounds"] is None
+    assert (on_board["backend"], on_board["forms"][0]["budgets"]["none"]["bounds"]) == ("ort-cpu", None)
     # Engines of a GPU need its memory.
     manifest["target"] = "tensorrt"
     del manifest["flags"]["machine"]
     manifest["limits"].update(prompt_tokens=77, new_tokens=20)
     for engine in manifest["engines"].values():
         engine["optimisation_profiles"] = {"any": {}}
-    (engines / "engines.json").write_text(json.dumps(manifest))
+    file.write_text(json.dumps(manifest))
     assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
     report = told("--board", "orin-nano-8gb", engines)
     (command,) = report["next"]
     assert command.startswith(f"sinkprune-run {engines} --image")
     # The engines accept no longer text, whatever memory and model would.
     own = next(form for form in report["models"][0]["forms"] if form["exported"])
-    assert own["budgets"]["none"]["longest_text"] == 77 + 20
-    assert "a prompt of 64 tokens and 20 new tokens" in doctor("--board", "orin-nano-8gb", engines).stdout
-    assert own["build"] is None
+    assert (own["budgets"]["none"]["longest_text"], own["build"]) == (77 + 20, None)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +171,6 @@ PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
     [
         ("llava-1.5-7b", "1280x720", 576, 0.5625, None, "56 % of the picture (the middle 720x720 of 1280x720)", FIT),
         ("llava-1.5-7b", "480x480", 576, 1, None, None, None),
-        ("qwen2.5-vl-7b", "1280x720", 46 * 26, 1, [1288, 728], None, None),
         ("qwen2.5-vl-7b", "4000x3000", 41 * 30, 1, [1148, 840], "the 4000x3000 picture at 1148x840 pixels", PIXELS),
     ],
 )
@@ -196,6 +181,5 @@ def test_what_is_not_seen_is_noted(
     (found,) = told(*words)["models"]
     assert found["seen_share"] == pytest.approx(share, abs=1e-3)
     assert (found["seen_size"], found["visual_tokens"]) == (size, tokens)
-    assert (found["seen_part"] or found["seen_smaller"] or "").startswith((note and f"the model sees {note}") or "")
     text = doctor(*words).stdout
-    assert text.count("the model sees") == (note is not None) == text.count(f"      {do}\n")
+    assert text.count(f"the model sees {note}") == (note is not None) == text.count(f"      {do}\n")

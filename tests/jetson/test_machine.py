@@ -28,34 +28,28 @@ def test_an_orin_nano_with_jetpack_6_2(tmp_path: Path) -> None:
     installed = found.jetpack
     assert (installed.l4t, installed.package, installed.cuda) == ("36.4.3", "6.2+b77", "12.6.68")
     assert (installed.tensorrt, installed.tensorrt_python) == ("10.3.0.30", ("3.10",))
-    mode = found.power_mode
-    assert mode is not None
-    assert (mode.id, mode.name, mode.fastest, mode.is_fastest) == (0, "15W", ("MAXN_SUPER", 2), False)
     assert found.gpu_clock == ClockFrequency(306, 306, 1020, "nvhost_podgov")
     assert found.cpu_clock == ClockFrequency(730, 730, 1728, "schedutil")
     assert found.memory_bytes == 7620 << 20
     assert found.free_bytes is not None and found.free_bytes <= 6400 << 20
     assert [(swap.place, swap.compressed) for swap in found.swap] == [("/dev/zram0", True)]
-    assert found.instructions == "asimddp asimdhp fphp"
-    assert found.unreadable == ()
+    assert (found.instructions, found.unreadable) == ("asimddp asimdhp fphp", ())
 
 
 def test_an_agx_orin_with_jetpack_7_2(tmp_path: Path) -> None:
     found = machine(agx_orin_jetpack_7_2(tmp_path))
-    assert found.board == "agx-orin-64gb"
     installed = found.jetpack
-    assert (installed.l4t, installed.cuda, installed.tensorrt) == ("39.2.0", "13.2.0", "10.16.2.10")
+    assert (found.board, installed.l4t, installed.cuda) == ("agx-orin-64gb", "39.2.0", "13.2.0")
     # Debian has one folder for all versions, so /usr/bin/python3 decides.
-    assert installed.tensorrt_python == ("3.12",)
-    assert found.power_mode is not None and found.power_mode.is_fastest
-    assert [(swap.place, swap.compressed, swap.bytes) for swap in found.swap] == [
-        ("/swapfile", False, 8388604 * 1024)
-    ]
+    assert (installed.tensorrt, installed.tensorrt_python) == ("10.16.2.10", ("3.12",))
+    swaps = [(swap.place, swap.compressed, swap.bytes) for swap in found.swap]
+    assert swaps == [("/swapfile", False, 8388604 * 1024)]
 
 
 @pytest.mark.parametrize(
     ("files", "number", "name", "fastest"),
     [
+        ({}, 0, "15W", "MAXN_SUPER"),
         ({"var/lib/nvpmodel/status": "pmode:0002"}, 2, "MAXN_SUPER", "MAXN_SUPER"),
         ({"var/lib/nvpmodel/status": "pmode:0009"}, 9, None, "MAXN_SUPER"),
         # Never set: the default of the configuration.

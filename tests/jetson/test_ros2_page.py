@@ -6,7 +6,7 @@ import queue
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,6 @@ from sinkprune import Pipeline
 from support.programs.printed_commands import blocks
 
 COUNT = 3
-
-
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
-    found = ModuleType(name)
-    vars(found).update(content)
-    monkeypatch.setitem(sys.modules, name, found)
 
 
 def test_the_node_answers_each_frame(
@@ -56,15 +50,17 @@ def test_the_node_answers_each_frame(
         assert encoding == "rgb8"
         return message.pixels
 
-    bridge = SimpleNamespace(imgmsg_to_cv2=in_rgb)
-    module(monkeypatch, "rclpy", init=lambda: None, spin=spin)
-    module(monkeypatch, "rclpy.node", Node=Node)
-    module(monkeypatch, "rclpy.qos", qos_profile_sensor_data=None)
-    module(monkeypatch, "cv_bridge", CvBridge=lambda: bridge)
-    module(monkeypatch, "sensor_msgs.msg", Image=None)
-    module(monkeypatch, "sensor_msgs", msg=None)
-    module(monkeypatch, "std_msgs", msg=None)
-    module(monkeypatch, "std_msgs.msg", String=SimpleNamespace)
+    for name, content in {
+        "rclpy": {"init": lambda: None, "spin": spin},
+        "rclpy.node": {"Node": Node},
+        "rclpy.qos": {"qos_profile_sensor_data": None},
+        "cv_bridge": {"CvBridge": lambda: SimpleNamespace(imgmsg_to_cv2=in_rgb)},
+        "sensor_msgs": {},
+        "sensor_msgs.msg": {"Image": None},
+        "std_msgs": {},
+        "std_msgs.msg": {"String": SimpleNamespace},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     exec(compile(snippet.text, "docs/ros2.md", "exec"), {})
     pipeline = Pipeline.load("llava-7b")
     options: dict[str, Any] = {"budget": "retain-32", "max_new_tokens": 8}

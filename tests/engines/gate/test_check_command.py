@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from PIL import Image
 
 from sinkprune import Answer
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import read_engines
 from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.engines.gate.report import rounding_of
 from sinkprune.runtime.pipeline import Pipeline
@@ -33,14 +34,12 @@ def source(bundle: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    made: dict[str, Path] = {}
-
+    @cache
     def get(target: str) -> Path:
-        if target not in made:
-            made[target] = tmp_path_factory.mktemp("checked") / target
-            outcome = run("sinkprune-build", source, "-o", made[target], "--target", target)
-            assert outcome.code == 0, outcome.stderr
-        return made[target]
+        engines = tmp_path_factory.mktemp("checked") / target
+        outcome = run("sinkprune-build", source, "-o", engines, "--target", target)
+        assert outcome.code == 0, outcome.stderr
+        return engines
 
     return get
 
@@ -70,65 +69,55 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     command = (source, built(target), "--image", photo_file)
     outcome = run("sinkprune-check", *command)
     assert outcome.code == 0, outcome.stderr
-    assert "REJECTED" not in outcome.stdout
     graphs = len(read_bundle(source).manifest.graphs)
     # Engines that compute in bf16 on this processor may rightly keep other tokens.
     assert outcome.stdout.count("passed") + outcome.stdout.count("not judged") == graphs + 3
-    free = r"(; 1 of them kept other tokens and has no limit)?"
-    assert re.search(rf"\npassed: {graphs} engines, 2 answers{free}\n$", outcome.stdout)
+    assert f"\npassed: {graphs} engines, 2 answers" in outcome.stdout
     assert f"{photo_file}: {MIDDLE}\n" in outcome.stderr
     report = json.loads(run("sinkprune-check", *command, "--prompt", "What?", "--json").stdout)
-    assert report["passed"] is True
-    assert report["target"] == target
+    assert (report["passed"], report["target"]) == (True, target)
     assert set(report["graphs"]["vision"]["outputs"]) == {"tokens", "norms", "salience"}
-    assert set(report["graphs"]["vision"]["outputs"]["norms"]) == {
-        *("kind", "typical", "worst", "typical_limit", "worst_limit", "ties", "passed")
-    }
     assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
 
 
 def test_questions_respect_the_limits_of_engines(source: Path, photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
-    build = ("sinkprune-build", source, "-o", engines, "--target", "onnxruntime", "--check", photo_file)
-    limits = ("--max-prompt", 16, "--max-new-tokens", 3)
+    limits = ("--target", "onnxruntime", "--max-prompt", 16, "--max-new-tokens", 3)
+    build = ("sinkprune-build", source, "-o", engines, "--check", photo_file, *limits, "--check-prompt")
     long = "word " * 20
-    assert_refused(run(*build, *limits, "--check-prompt", long), "text tokens", "take 16", "--check-prompt", "--max-")
+    assert_refused(run(*build, long), "text tokens", "take 16", "--check-prompt", "--max-")
     assert not engines.exists()
-    built = run(*build, *limits, "--check-prompt", "Why?")
-    assert (built.code, "check passed" in built.stdout) == (0, True), built.stderr
-    check = ("sinkprune-check", source, engines, "--image", photo_file, "--json")
-    report = json.loads(run(*check, "--prompt", "Why?").stdout)
-    assert [text["tokens"] for text in report["texts"]] == [3, 3]
-    assert_refused(run(*check, "--prompt", long), "text tokens", "take 16", "check --prompt")
+    built = run(*build, "Why?")
+    assert built.code == 0 and "check passed: 8 engines\n" in built.stdout, built.stderr
+    assert len(read_engines(engines).manifest.flags["checked"]) == 64
+    check = ("sinkprune-check", source, engines, "--image", photo_file, "--json", "--prompt")
+    assert [text["tokens"] for text in json.loads(run(*check, "Why?").stdout)["texts"]] == [3, 3]
+    assert_refused(run(*check, long), "text tokens", "take 16", "check --prompt")
 
 
 def test_a_refusal_names_graph_output_limit_and_what_to_try(
     source: Path, built: Built, photo_file: Path, tmp_path: Path
 ) -> None:
-    planted = plant(read_bundle(source), built("onnxruntime"), "vision", swapped("norms", "salience"), tmp_path)
-    outcome = run("sinkprune-check", source, planted, "--image", photo_file)
+    check = ("--image", photo_file)
+    engines, bundle = built("onnxruntime"), read_bundle(source)
+    planted = plant(bundle, engines, "vision", swapped("norms", "salience"), tmp_path)
+    outcome = run("sinkprune-check", source, planted, *check)
     assert outcome.code == 2
-    assert outcome.stdout.count("REJECTED") == 1
-    assert "passed:" not in outcome.stdout
+    assert outcome.stdout.count("REJECTED") == 1 and "passed:" not in outcome.stdout
     note, error = outcome.stderr.splitlines()
-    assert note == f"{photo_file}: {MIDDLE}" and error.startswith("error: ")
-    for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
-        assert said in outcome.stderr
-    report = json.loads(run("sinkprune-check", source, planted, "--image", photo_file, "--json").stdout)
-    assert report["passed"] is False
-    assert report["texts"] == []
-    assert {
-        name for name, own in report["graphs"].items() for out in own["outputs"].values() if not out["passed"]
-    } == {"vision"}
-
-
-def test_what_is_not_finite_is_null_in_json(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
-    fault = overflowing("logits", saturating=False)
-    planted = plant(read_bundle(source), built("onnxruntime"), "head", fault, tmp_path)
-    outcome = run("sinkprune-check", source, planted, "--image", photo_file, "--json")
-    assert outcome.code == 2
-    assert "not finite" in outcome.stderr and "65504" in outcome.stderr
-    assert json.loads(outcome.stdout)["graphs"]["head"]["outputs"]["logits"]["worst"] is None
+    assert note == f"{photo_file}: {MIDDLE}"
+    assert error.startswith("error: the engine of graph 'vision', by onnxruntime")
+    assert all(said in error for said in ("'norms'", "may by 0.0001", "Build again"))
+    # What is not finite is null in JSON.
+    (tmp_path / "other").mkdir()
+    planted = plant(bundle, engines, "head", overflowing("logits", saturating=False), tmp_path / "other")
+    outcome = run("sinkprune-check", source, planted, *check, "--json")
+    assert outcome.code == 2 and "not finite" in outcome.stderr and "65504" in outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert (report["passed"], report["texts"]) == (False, [])
+    outputs = {graph: own["outputs"] for graph, own in report["graphs"].items()}
+    assert [graph for graph, own in outputs.items() if not all(out["passed"] for out in own.values())] == ["head"]
+    assert outputs["head"]["logits"]["worst"] is None
 
 
 def test_wrong_arguments_are_refused(
@@ -158,23 +147,21 @@ def test_the_whole_picture_may_be_compared(
 
     monkeypatch.setattr(Pipeline, "generate", noted)
     photo.resize((200, 100)).save(tmp_path / "wide.png")
-    wide = ("--image", tmp_path / "wide.png")
+    wide = ("--image", tmp_path / "wide.png", "--json")
     check = ("sinkprune-check", source, built("onnxruntime"), *wide)
-    checked = run(*check, "--fit", "pad", "--threads", 1, "--json")
-    assert checked.code == 0 and json.loads(checked.stdout)["seen_share"] == [1]
-    assert shares == {1.0}
-    build = ("sinkprune-build", source, "-o", tmp_path / "engines", "--target", "onnxruntime")
-    # The names that sinkprune-check has for the picture and the question.
-    outcome = run(*build, *wide, "--prompt", "What?", "--fit", "stretch")
-    assert outcome.code == 0 and "check passed" in outcome.stdout, outcome.stderr
-    assert shares == {1.0}
-    printed = [run(*build, "--force", *wide, "--json"), run(*build, "--force", "--json")]
-    assert [json.loads(outcome.stdout)["seen_share"] for outcome in printed] == [[0.5], []]
-    shares.clear()
-    assert_refused(run(*build, "--force", "--fit", "pad"), "--fit is how the picture of --check", "Add --check")
-    cropped = run(*check, "--json")
-    assert cropped.code == 0 and json.loads(cropped.stdout)["seen_share"] == [0.5]
-    assert shares == {0.5}
+    # sinkprune-build takes the names that sinkprune-check has for the picture and the question.
+    build = ("sinkprune-build", source, "-o", tmp_path / "engines", "--target", "onnxruntime", *wide)
+    for command, share in (
+        ((*check, "--fit", "pad", "--threads", 1), 1.0),
+        ((*build, "--prompt", "What?", "--fit", "stretch"), 1.0),
+        (check, 0.5),
+        ((*build, "--force"), 0.5),
+    ):
+        outcome = run(*command)
+        assert outcome.code == 0, outcome.stderr
+        assert json.loads(outcome.stdout)["seen_share"] == [share]
+        assert shares == {share}
+        shares.clear()
 
 
 def test_the_fit_is_part_of_what_was_checked(source: Path, photo: Image.Image) -> None:
@@ -195,18 +182,15 @@ def test_the_fit_is_part_of_what_was_checked(source: Path, photo: Image.Image) -
 def test_honest_engines_of_every_family(
     name: str, budget: str, pictures: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
-    many = {"max_images": pictures} if pictures > 1 else {}
-    source, engines = bundle(name, "fp32", (budget,), **many), tmp_path / "engines"
+    source, engines = bundle(name, "fp32", (budget,), max_images=pictures), tmp_path / "engines"
     outcome = run("sinkprune-build", source, "-o", engines, "--target", "openvino", "--max-images", pictures)
     assert outcome.code == 0, outcome.stderr
-    picture = ("--image", photo_file)
-    outcome = run("sinkprune-check", source, engines, *picture * pictures, "--json")
+    check = ("sinkprune-check", source, engines, "--json")
+    outcome = run(*check, *("--image", photo_file) * pictures)
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
-    assert report["passed"] is True
     assert [text["budget"] for text in report["texts"]] == ["none", budget]
-    assert f"sinkpruner/{budget}/sanitizer" in report["graphs"]
     # Unpruned all are kept, of every group. The same picture twice is seen once.
     assert report["texts"][0]["kept_alike"] == report["graphs"]["vision"]["calls"] == 1
     if pictures > 1:
-        assert_refused(run("sinkprune-check", source, engines, *picture * (pictures + 1)), "expected at most 2")
+        assert_refused(run(*check, *("--image", photo_file) * (pictures + 1)), "expected at most 2")

@@ -7,11 +7,13 @@ the pocket robot is about to close its gripper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -58,22 +60,17 @@ def engines(source: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def raised(token: int, place: int = 0) -> Any:
+def raised(token: int, place: int) -> Any:
     """Return a `Wrap` that raises the logit of one token from the new token `place` on."""
-    calls = 0
+    calls = count()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
-        if graph != "head":
-            return engine
-
         def louder(inputs: Mapping[str, Any]) -> dict[str, Any]:
-            nonlocal calls
             logits = backend.numpy(engine(inputs)["logits"])
-            logits[..., token] += 1e3 if calls >= place else 0
-            calls += 1
+            logits[..., token] += 1e3 if next(calls) >= place else 0
             return {"logits": backend.tensor(logits)}
 
-        return louder
+        return louder if graph == "head" else engine
 
     return wrap
 
@@ -155,16 +152,6 @@ GRAPH = "sinkpruner/retain-64/select_after_1"
 Array = np.ndarray[Any, Any]
 
 
-class OneCall(Recording):
-    """A recording of one call of `GRAPH`."""
-
-    def __init__(self, call: RecordedCall) -> None:
-        self._call = call
-
-    def calls(self, graph: str) -> Iterator[RecordedCall]:
-        yield self._call
-
-
 class Select:
     """A graph that selects, its call for a photo, and correct engines."""
 
@@ -182,7 +169,8 @@ class Select:
         """Return the report of an engine that `alter` has altered."""
         folder.mkdir()
         built = open_engines(plant(self.bundle, self._engines, GRAPH, alter, folder), self.bundle)
-        report = compare_engine(GRAPH, built, load_backend("ort-cpu", None, built), OneCall(call))
+        one_call = Mock(spec=Recording, calls=lambda graph: iter([call]))
+        report = compare_engine(GRAPH, built, load_backend("ort-cpu", None, built), one_call)
         assert (report.refused is None) == all(output.passed for output in report.outputs.values())
         return report
 
@@ -224,37 +212,33 @@ def larger_key(row: int, rows: int, share: float) -> Alter:
     return alter
 
 
-def keys_apart(select: Select, call: RecordedCall, row: int, share: float, folder: Path) -> list[OutputReport]:
-    """Return the reports of two engines, in which the row's key is larger or smaller by a share."""
-    rows = call.inputs["key"].shape[2]
-    altered = [select.compared(call, larger_key(row, rows, by), folder / f"{by}") for by in (share, -share)]
-    return [report.outputs["keep_index"] for report in altered]
-
-
 def test_either_choice_of_a_tie_passes_and_another_one_is_rejected(
     select: Select, tied: tuple[RecordedCall, int], tmp_path: Path
 ) -> None:
-    call, row = tied
-    found = keys_apart(select, call, row, 1e-6, tmp_path)
-    assert all(output.passed for output in found)
-    assert sorted(output.ties for output in found) == [0, 1]
+    tie, row = tied
+    rows = tie.inputs["key"].shape[2]
+
+    def found(call: RecordedCall, share: float) -> list[OutputReport]:
+        """Return the reports of two engines, in which the row's key is larger or smaller by a share."""
+        engines = [(larger_key(row, rows, by), tmp_path / f"{by}") for by in (share, -share)]
+        return [select.compared(call, *engine).outputs["keep_index"] for engine in engines]
+
+    either = found(tie, 1e-6)
+    assert all(output.passed for output in either)
+    assert sorted(output.ties for output in either) == [0, 1]
     # The keys of the two tokens differ.
-    found = keys_apart(select, select.call, row, 5.0, tmp_path)
-    assert not all(output.passed for output in found)
-    assert all(output.ties == 0 for output in found)
-
-
-def test_a_tie_does_not_excuse_other_rows(select: Select, tied: tuple[RecordedCall, int], tmp_path: Path) -> None:
-    """After another choice of a tie, the rows must be those of the kept tokens."""
-    call, row = tied
-    for share in (1e-6, -1e-6):
-        engine = larger_key(row, call.inputs["key"].shape[2], share)
+    another = found(select.call, 5.0)
+    assert not all(output.passed for output in another)
+    assert all(output.ties == 0 for output in another)
+    # After another choice of a tie, the rows must be those of the kept tokens.
+    for share in (2e-6, -2e-6):
+        engine = larger_key(row, rows, share)
 
         def alter(model: onnx.ModelProto, engine: Alter = engine) -> None:
             engine(model)
             scaled("hidden_out", 1.01)(model)
 
-        assert select.compared(call, alter, tmp_path / f"{share}").refused == "hidden_out"
+        assert select.compared(tie, alter, tmp_path / f"{share}").refused == "hidden_out"
 
 
 BUDGET = "prune-80"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -72,39 +73,25 @@ def launch(kernel: str, *arguments: np.uint64 | np.int32) -> Launch:
     return Launch(kernel, "float16", (4, 2, 1), arguments)
 
 
-def test_a_launch_reaches_the_driver_unchanged() -> None:
+def test_a_launch_reaches_the_driver_unchanged_and_its_kernel_is_loaded_once_before() -> None:
     driver = FakeDriver(types=(ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64))
-    runner = KernelRunner(lambda: driver)
-    runner.run([launch("small", np.uint64(2**63 + 1), np.int32(-7), np.uint64(5))], stream=77)
-    assert driver.calls == [
-        ("load", b"small\0"),
-        ("get", 101, b"small_entry"),
-        ("launch", 1 << 40, [4, 2, 1, 128, 1, 1, 1000], 77, [2**63 + 1, -7, 5]),
-    ]
-
-
-def test_kernels_are_loaded_once_and_before_they_run() -> None:
-    driver = FakeDriver()
-    runner = KernelRunner(lambda: driver)
+    runner, given = KernelRunner(lambda: driver), (np.uint64(2**63 + 1), np.int32(-7), np.uint64(5))
     runner.prepare([launch("small"), launch("other"), launch("small")])
-    loading = list(driver.calls)
-    assert [call for call in loading if call[0] == "load"] == [("load", b"small\0"), ("load", b"other\0")]
-    runner.run([launch("other"), launch("small")], stream=1)
-    assert [call[0] for call in driver.calls[len(loading) :]] == ["launch", "launch"]
+    loads = [call for call in driver.calls if call[0] == "load"]
+    assert loads == [("load", b"small\0"), ("load", b"other\0")]
+    assert ("get", 101, b"small_entry") in driver.calls
+    driver.calls.clear()
+    runner.run([launch("other", *given), launch("small", *given)], stream=77)
+    expected = ("launch", 1 << 40, [4, 2, 1, 128, 1, 1, 1000], 77, [2**63 + 1, -7, 5])
+    assert driver.calls == [expected, expected]
 
 
-@pytest.mark.parametrize(("refuse", "function"), [("load", "cuModuleLoadData"), ("launch", "cuLaunchKernel")])
-def test_a_refusal_of_the_driver_is_an_error(refuse: str, function: str) -> None:
-    runner = KernelRunner(lambda: FakeDriver(refuse=refuse))
-    with pytest.raises(BackendError, match=rf"CUDA refused {function} .* out of memory \(error 2\)"):
-        runner.run([launch("small")], stream=1)
-
-
-def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
+def test_a_refusal_of_the_driver_and_its_absence_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refuse, function in (("load", "cuModuleLoadData"), ("launch", "cuLaunchKernel")):
+        driver = FakeDriver(refuse=refuse)
+        with pytest.raises(BackendError, match=rf"CUDA refused {function} .* out of memory \(error 2\)"):
+            KernelRunner(lambda own=driver: own).run([launch("small")], stream=1)
+    missing = Mock(side_effect=OSError("libcuda.so.1: cannot open shared object file"))
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    runner = KernelRunner()
     with pytest.raises(BackendError, match=r"need an NVIDIA GPU and its driver, and libcuda does not load \(libcuda"):
-        runner.run([launch("small")], stream=1)
+        KernelRunner().run([launch("small")], stream=1)

@@ -125,6 +125,7 @@ def test_ties_in_norm_go_to_the_lower_index(run: Runner, norms: list[float], dat
         pytest.param("float32", 1, 33, 64, 33, 18, 1, id="all reserved, and candidates still"),
         pytest.param("bfloat16", 1, 45, 70, 35, 7, 2, id="more reserved than a tile, a last round cut short"),
         pytest.param("float16", 1, 37, 16, 1, 3, 8, id="one token a round"),
+        pytest.param("float16", 1, 1060, 4, 1, 30, 1, id="two chunks of tokens"),
     ],
 )
 def test_diversity_select(
@@ -171,13 +172,6 @@ def test_rows_like_one_that_is_kept_are_as_good_as_each_other(run: Runner) -> No
     kept = np.random.default_rng(7).normal(size=(8, 5))
     tokens = torch.from_numpy(np.concatenate([kept, kept / 3, kept / 7]))[None].float()
     assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 1)
-
-
-def test_two_chunks_of_tokens(run: Runner) -> None:
-    rng = np.random.default_rng(8)
-    tokens = torch.from_numpy(few_values(rng, 1060, 4)[None]).half()
-    candidate = (np.arange(1060) > 1000)[None]
-    assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 1)
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ import pytest
 
 from support.models.heads_of_64 import CONFIG, export_random, operators
 from support.programs.slow_cases import slow_except
-from support.references.reference_methods import CANNOT_REACH_ALL
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
@@ -106,17 +105,6 @@ def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     return (folder / "engine").read_bytes()
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]) -> None:
-    bundle = graphs(dialect, "fp16").bundle
-    listed = [*with_weights(bundle), *(graph for method in ALL_METHODS for graph in of_method(bundle, method))]
-    assert sorted(listed) == sorted(bundle.manifest.graphs)
-    cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
-    # Methods that prune only in the decoder cannot reach the smallest budgets.
-    assert cut_short == {*CANNOT_REACH_ALL}
-    assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
-
-
 @pytest.mark.parametrize(("dialect", "precision"), slow_except({("opset24", "fp16")}, KINDS))
 def test_graphs_with_weights_compile(
     dialect: str, precision: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
@@ -130,27 +118,15 @@ def test_graphs_with_weights_compile(
         assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
 
 
-PIXELS = {
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-}
+SCALE = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3}
+PIXELS = {**SCALE, "image_std": [0.5] * 3, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 TABLE = np.zeros(768, np.float16)
-
-
-OTHERS = SmallGraphs(
-    {
-        BEST: best_graph("float16", 32064),
-        NOT_FINITE: not_finite_graph("float16"),
-        AT_TOKENS: at_tokens_graph("float16", 64),
-    },
-    {"E": (1, 1 << 20, 1 << 26), "P": (1, 729, 16384), "G": (1, 1, 8), "n": (1, 64, 16384)},
-)
+GRAPHS = {
+    BEST: best_graph("float16", 32064),
+    NOT_FINITE: not_finite_graph("float16"),
+    AT_TOKENS: at_tokens_graph("float16", 64),
+}
+OTHERS = SmallGraphs(GRAPHS, {"E": (1, 1 << 20, 1 << 26), "P": (1, 729, 16384), "G": (1, 1, 8), "n": (1, 64, 16384)})
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,8 @@ WHOLE = json.loads(RESULT.line())
 @pytest.mark.parametrize(
     "damaged",
     [
-        *(
-            WHOLE | field
-            for field in (
-                *({"text": 5}, {"tokens_per_layer": []}, {"prompt_tokens": 2**32}),
-                *({"ms": {"other": 1.0}}, {"overlay": 5}),
-            )
-        ),
+        *(WHOLE | field for field in ({"text": 5}, {"tokens_per_layer": []}, {"prompt_tokens": 2**32})),
+        *(WHOLE | field for field in ({"ms": {"other": 1.0}}, {"overlay": 5})),
         {name: WHOLE[name] for name in WHOLE if name != "overlay"},
         [WHOLE],
     ],
