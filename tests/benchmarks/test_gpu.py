@@ -143,15 +143,20 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     assert not (rig.out / "bundles").exists()
 
 
-def test_targets_are_compared_with_what_was_found(rig: Rig) -> None:
+def test_targets_are_compared_and_skipped_tests_have_a_reason(rig: Rig) -> None:
     found = {"ort-cuda none": 24.0, "ort-cuda retain-64": 6.0}
     rows = {name: {part: [ms] * 3 for part in PARTS} for name, ms in found.items()}
     (rig.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": rows}))
-    rig.run()
+    rig.tests(failed=0, tests=2)
+    code, _, results = rig.run()
     table = (rig.out / "results.md").read_text()
     assert "| llava-1.5-7b, `retain-64`, a token | at most 5.0 ms | 6, missed |" in table
     assert "over that of `none` | at most 0.286 (3.5 times as fast) | 0.25, met |" in table
     assert "| pi0, three cameras, the quickest budget's chunk | at most 32 ms | 6, met |" in table
+    assert code == 0
+    skipped = results["parts"]["gpu-tests"]
+    assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
+    assert skipped["state"] == "not there"
 
 
 def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Rig) -> None:
@@ -163,32 +168,22 @@ def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Ri
     assert "pytorch-pi0: not there: no time was left of 2 seconds" in told
 
 
-def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
+def test_parts_that_fail_or_are_not_there_stop_no_other(rig: Rig) -> None:
+    reason, absent = "the GPU's memory has 8 GB, 20 GB are needed", ("ort-cuda-llava-1.5-7b", "pytorch-pi0")
+    for part in absent:
+        rig.missing(part, reason)
     rig.tests(failed=1, tests=12)
     rig.command("sinkprune-build", "#!/bin/bash\necho 'error: out of | memory'; exit 2\n")
-    code, _, results = rig.run()
-    assert code == 1
-    expected = dict.fromkeys(gpu_parts.PARTS, "run")
+    code, told, results = rig.run()
+    assert code == 1 and f"ort-cuda-llava-1.5-7b: not there: {reason}\n" in told
+    expected = dict.fromkeys(gpu_parts.PARTS, "run") | dict.fromkeys(absent, "not there")
     assert states(results) == expected | dict.fromkeys(("gpu-tests", "tensorrt-build", "tensorrt-gate"), "failed")
+    assert results["parts"]["ort-cuda-llava-1.5-7b"]["found"] is None
     assert results["parts"]["tensorrt-build"]["reason"] == "exit code 2: error: out of | memory"
     table = (rig.out / "results.md").read_text()
     assert "| `tensorrt-build` | failed | exit code 2: error: out of / memory |" in table
     assert "| `gpu-tests` | failed | 9 passed, 1 failed, 2 skipped; exit code 1: 2 skipped |" in table
-
-
-def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
-    for part in ("ort-cuda-llava-1.5-7b", "pytorch-pi0"):
-        rig.missing(part, "the GPU's memory has 8 GB, 20 GB are needed")
-    rig.tests(failed=0, tests=2)
-    code, told, results = rig.run()
-    assert code == 0
-    assert "ort-cuda-llava-1.5-7b: not there: the GPU's memory has 8 GB, 20 GB are needed\n" in told
-    part = results["parts"]["ort-cuda-llava-1.5-7b"]
-    assert (part["state"], part["found"]) == ("not there", None)
-    assert "chunk | at most 32 ms | not measured |" in (rig.out / "results.md").read_text()
-    skipped = results["parts"]["gpu-tests"]
-    assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
-    assert skipped["state"] == "not there"
+    assert "chunk | at most 32 ms | not measured |" in table
 
 
 ON_CPU = ("--backend", "ort-cpu", "--device", "cpu", "--dtype", "float32", "--rounds", "1")
