@@ -25,7 +25,6 @@ from PIL import Image
 import durations
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
-from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import known
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
@@ -156,15 +155,14 @@ def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[.
         budgets: tuple[str, ...] | None = None,
         dialect: DialectName = "opset24",
         max_images: int = 1,
-        max_frames: int = 0,
-        weights: WeightsName | None = None,
+        **options: Any,
     ) -> Path:
         made = checkpoint(name)
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.source import ExportRequest
 
-        options = {"max_images": max_images, "max_frames": max_frames, "weights": weights}
-        request = ExportRequest(str(made), budgets=budgets, precision=precision, dialect=dialect, **options)
+        options |= {"precision": precision, "dialect": dialect, "max_images": max_images}
+        request = ExportRequest(str(made), budgets=budgets, **options)
         digest = hashlib.sha256(repr(request).encode()).hexdigest()[:16]
         return make_once(
             shared_folder / f"{name}-{precision}-{dialect}-{digest}", lambda folder: export_bundle(request, folder)

@@ -19,6 +19,29 @@ from support.programs.repository import ROOT
 WHERE = "2026-01-31, 2 threads of a shared Some Processor (AVX-512 with bf16), onnxruntime 1.31.0"
 
 
+def test_accuracies_and_paired_differences_of_methods() -> None:
+    def point(accuracy: float, versus: float | None = None) -> dict[str, Any]:
+        difference = None if versus is None else {"mean": versus, "ci95": [versus - 0.01, versus + 0.01]}
+        interval = [accuracy - 0.02, accuracy + 0.01]
+        return {"accuracy": accuracy, "ci95": interval, "mean_visual_tokens": 35.2, "versus_first": difference}
+
+    methods = {
+        "sinkpruner": {"a": point(0.9), "b": point(0.8)},
+        "dart": {"a": point(0.7, -0.2), "b": point(0.6, -0.2)},
+    }
+    measured = measured_rows(0.9, "2026-01-31", 50.0)
+    measured["report"] |= {"backend": "ort-cpu", "methods": methods, "none": point(0.99)}
+    table = figure_tables.paired(measured)
+    assert f"Measured on {WHERE}. Unpruned: 99.0 (97.0 to 100.0)\n" in table
+    assert (
+        "| mean visual tokens a layer, of 35 | 35 |  | 35 |  |\n| `sinkpruner` | 90.0 (88.0 to 91.0) |  | " in table
+    )
+    dart = "| `dart` | 70.0 (68.0 to 71.0) | -20.0 (-21.0 to -19.0) | 60.0 (58.0 to 61.0) | -20.0 (-21.0 to -19.0) |"
+    assert table.splitlines()[-1] == dart
+    del methods["dart"]["b"]
+    assert figure_tables.versus_full(measured).splitlines()[-1] == "| `dart` | -20.0 (-21.0 to -19.0) | - |"
+
+
 def measured_rows(accuracy: float, date: str, none_ttft: float, **methods: float) -> dict[str, Any]:
     """A measurement of `sinkpruner`, of an accuracy, and of other methods, each with its TTFT, at one budget."""
     shared = dict.fromkeys(("task", "questions", "pictures", "precision"), "same")

@@ -14,6 +14,8 @@ _QWEN_ENDS = {"bos_token_id": 151643, "eos_token_id": 151645}
 _QWEN_MARKS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "video_token_id": 151656}
 _SILU: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "use_cache": True}
 _NO_WINDOW: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
+_VICUNA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-05}
+_CLIP = {"model_type": "clip_vision_model", "projection_dim": 768, "vocab_size": 32000}
 # llava-hf/llava-1.5-7b-hf leaves most of the decoder's shape to Llama's defaults.
 _LLAVA: dict[str, Any] = {
     **_PROJECTED,
@@ -21,22 +23,9 @@ _LLAVA: dict[str, Any] = {
     "image_token_index": 32000,
     "model_type": "llava",
     "pad_token_id": 32001,
-    "text_config": {
-        "architectures": ["LlamaForCausalLM"],
-        "max_position_embeddings": 4096,
-        "model_type": "llama",
-        "rms_norm_eps": 1e-05,
-        "vocab_size": 32064,
-    },
+    "text_config": {**_VICUNA, "max_position_embeddings": 4096, "vocab_size": 32064},
     "tie_word_embeddings": False,
-    "vision_config": {
-        **sizes(1024, 4096, 24, 16),
-        "image_size": 336,
-        "model_type": "clip_vision_model",
-        "patch_size": 14,
-        "projection_dim": 768,
-        "vocab_size": 32000,
-    },
+    "vision_config": {**sizes(1024, 4096, 24, 16), **_CLIP, "image_size": 336, "patch_size": 14},
     "vision_feature_layer": -2,
     "vocab_size": 32064,
 }
@@ -108,13 +97,9 @@ _QWEN25_72B: dict[str, Any] = {
     "max_window_layers": 80,
     "vision_config": {**_QWEN25["vision_config"], "intermediate_size": 3456, "out_hidden_size": 8192},
 }
-_QWEN3_TEXT: dict[str, Any] = {
-    **_QWEN_ENDS,
-    **_SILU,
-    "attention_bias": False,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+_QWEN3_TEXT = {**_QWEN_ENDS, **_SILU, "attention_bias": False, "head_dim": 128, "vocab_size": 151936}
+_TOWER = {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
+_PATCHES_OF_16 = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
 _QWEN3: dict[str, Any] = {
     **_QWEN_MARKS,
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -132,29 +117,28 @@ _QWEN3: dict[str, Any] = {
     },
     "tie_word_embeddings": True,
     "vision_config": {
-        "deepstack_visual_indexes": [5, 11, 17],
-        "depth": 24,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1024,
-        "in_channels": 3,
-        "intermediate_size": 4096,
-        "model_type": "qwen3_vl",
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
+        **_TOWER,
+        **_PATCHES_OF_16,
         "out_hidden_size": 2048,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        "deepstack_visual_indexes": [5, 11, 17],
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": 2304,
     },
 }
-_TOWER = {"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+_LARGE_TOWER = {
+    "model_type": "qwen3_vl",
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+}
 _COSMOS3: dict[str, Any] = {
     **_QWEN3,
     "architectures": ["Cosmos3ForConditionalGeneration"],
     "model_type": "cosmos3_omni",
     "tie_word_embeddings": False,
     "text_config": {**_QWEN3["text_config"], **sizes(4096, 12288, 36, 32), "tie_word_embeddings": False},
-    "vision_config": {**_TOWER, "out_hidden_size": 4096},
+    "vision_config": {**_LARGE_TOWER, "out_hidden_size": 4096},
     "model": {},
 }
 # OpenGVLab/InternVL3-1B-hf, and InternVL3_5-1B-HF below.

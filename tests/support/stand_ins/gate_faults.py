@@ -53,11 +53,12 @@ def altered(model: Model, alter: Alter, folder: Path) -> Model:
 
 def one_weight(model: onnx.ModelProto) -> None:
     """Negate the largest weight of the largest matrix of floats."""
-    matrix = _largest(model)
-    values = numpy_helper.to_array(matrix).copy()
-    place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
-    values[place] = -values[place]
-    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+
+    def negate(values: np.ndarray) -> None:
+        place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
+        values[place] = -values[place]
+
+    _change_largest(model, negate)
 
 
 def scaled_weights(model: onnx.ModelProto) -> None:
@@ -65,19 +66,11 @@ def scaled_weights(model: onnx.ModelProto) -> None:
 
     A norm after the matrix could hide a change of all of it.
     """
-    _enlarge(model, 2)
 
+    def double(values: np.ndarray) -> None:
+        values[: max(1, len(values) // 2)] *= 2
 
-def much_scaled_weights(model: onnx.ModelProto) -> None:
-    """Multiply half of the same matrix by four."""
-    _enlarge(model, 4)
-
-
-def _enlarge(model: onnx.ModelProto, times: float) -> None:
-    matrix = _largest(model)
-    values = numpy_helper.to_array(matrix).copy()
-    values[: max(1, len(values) // 2)] *= times
-    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+    _change_largest(model, double)
 
 
 def swapped(one: str, other: str) -> Alter:
@@ -158,7 +151,10 @@ def _replaced(model: onnx.ModelProto, output: str, *lines: str) -> None:
     model.graph.node.extend(onnx.parser.parse_node(re.sub(r"\bx(?=_|\b)", output, line)) for line in lines)
 
 
-def _largest(model: onnx.ModelProto) -> TensorProto:
+def _change_largest(model: onnx.ModelProto, change: Callable[[np.ndarray], None]) -> None:
     kinds = (TensorProto.FLOAT, TensorProto.FLOAT16)
     floats = [tensor for tensor in model.graph.initializer if tensor.data_type in kinds and len(tensor.dims) > 0]
-    return max(floats, key=lambda tensor: np.prod(tensor.dims))
+    matrix = max(floats, key=lambda tensor: np.prod(tensor.dims))
+    values = numpy_helper.to_array(matrix).copy()
+    change(values)
+    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
