@@ -10,8 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -241,24 +242,18 @@ def test_rows_of_vllm_come_from_its_own_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a stand-in of the library: what it is given, and what is computed of its times."""
-    given: list[Any] = []
-
-    class LLM:
-        def __init__(self, **options: Any) -> None:
-            assert options["load_format"] == "dummy" and Path(options["model"], "config.json").is_file()
-
-        def generate(self, prompt: Any, params: Any, use_tqdm: bool) -> Any:
-            given.append((prompt, params))
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])]
-
-    module: Any = ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    vllm = MagicMock(SamplingParams=SimpleNamespace)
+    vllm.LLM.return_value.generate.side_effect = lambda prompt, params, use_tqdm: [
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])
+    ]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     (tmp_path / "config.json").write_text(json.dumps({"image_token_index": 32000}))
     like, path = tmp_path / "like.json", tmp_path / "vllm.json"
     like.write_text(json.dumps({"text_tokens": 41}))
     options = ["--rounds", "2", "--frame", "64x48", "--new-tokens", "5"]
     next_to_vllm.main([str(tmp_path), "--like", str(like), *options, "--json", str(path)])
+    assert vllm.LLM.call_args.kwargs["load_format"] == "dummy"
+    given = [call.args for call in vllm.LLM.return_value.generate.call_args_list]
     times = json.loads(path.read_text())["ms"][next_to_vllm.ROW]
     assert [len(times[part]) for part in ("ttft", "per_token")] == [2, 2]
     assert [params.max_tokens for _, params in given] == [1, 5] * (2 + next_to_vllm.WARM_UP)
