@@ -52,8 +52,7 @@ def differences(old: Path, new: Path) -> dict[str, list[str]]:
 
 
 def _manifest(bundle: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    return data
+    return json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _model(path: Path) -> onnx.ModelProto:

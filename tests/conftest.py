@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from PIL import Image
 import durations
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
-from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import known
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
@@ -156,22 +155,14 @@ def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[.
         budgets: tuple[str, ...] | None = None,
         dialect: DialectName = "opset24",
         max_images: int = 1,
-        max_frames: int = 0,
-        weights: WeightsName | None = None,
+        **options: Any,
     ) -> Path:
         made = checkpoint(name)
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.source import ExportRequest
 
-        request = ExportRequest(
-            str(made),
-            budgets=budgets,
-            precision=precision,
-            dialect=dialect,
-            max_images=max_images,
-            max_frames=max_frames,
-            weights=weights,
-        )
+        options |= {"precision": precision, "dialect": dialect, "max_images": max_images}
+        request = ExportRequest(str(made), budgets=budgets, **options)
         digest = hashlib.sha256(repr(request).encode()).hexdigest()[:16]
         return make_once(
             shared_folder / f"{name}-{precision}-{dialect}-{digest}", lambda folder: export_bundle(request, folder)
@@ -183,31 +174,21 @@ def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[.
 @pytest.fixture(scope="session")
 def pipeline(bundle: Callable[..., Path]) -> Callable[..., Pipeline]:
     """A loaded small bundle."""
-    made: dict[Path, Pipeline] = {}
-
-    def get(*arguments: object, **options: object) -> Pipeline:
-        path = bundle(*arguments, **options)
-        if path not in made:
-            made[path] = Pipeline.load(path)
-        return made[path]
-
-    return get
+    load = cache(Pipeline.load)
+    return lambda *arguments, **options: load(bundle(*arguments, **options))
 
 
 @pytest.fixture(scope="session")
 def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
     """A small checkpoint in transformers, with eager attention."""
-    made: dict[str, Any] = {}
 
+    @cache
     def get(name: str) -> Any:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        if name not in made:
-            made[name] = AutoModelForImageTextToText.from_pretrained(
-                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        return AutoModelForImageTextToText.from_pretrained(checkpoint(name), **options).eval()
 
     return get
 

@@ -54,7 +54,7 @@ def check_server(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_an_image_serves_the_bundle_without_root_and_without_a_shell(path: str) -> None:
+def test_an_image_serves_the_bundle_without_root_and_copies_what_the_package_needs(path: str) -> None:
     check_server(command(path))
     assert values(path, "EXPOSE") == [str(PORT)]
     # Kubernetes accepts a number only. It is the user that the image makes.
@@ -63,27 +63,15 @@ def test_an_image_serves_the_bundle_without_root_and_without_a_shell(path: str) 
     keywords = [word for word, _ in instructions(path)]
     assert "ENTRYPOINT" not in keywords, "words after the image would be its arguments"
     assert keywords.index("USER") < keywords.index("CMD") == len(keywords) - 1
-
-
-@pytest.mark.parametrize("path", DOCKERFILES)
-def test_an_image_copies_what_the_package_needs_and_docker_sends(path: str) -> None:
+    files = re.findall(r'^(?:readme = "|license-files = \[")(.*?)"', PROJECT, re.MULTILINE)
     sources = copied(path)
-    readme = re.search(r'^readme = "(.*)"$', PROJECT, re.MULTILINE)
-    license_file = re.search(r'^license-files = \["(.*)"\]$', PROJECT, re.MULTILINE)
-    assert readme and license_file
-    assert {"pyproject.toml", "src", readme[1], license_file[1]} == {*sources}
-    for source in sources:
-        assert (ROOT / source).exists()
-        assert not is_ignored(source), source
+    assert {"pyproject.toml", "src", *files} == {*sources} and len(files) == 2
     packages = [file.relative_to(ROOT).as_posix() for file in (ROOT / "src/sinkprune").rglob("*.py")]
-    assert [name for name in packages if is_ignored(name)] == []
+    assert [name for name in (*sources, *packages) if is_ignored(name) or not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("path", DOCKERFILES)
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1), (None, 1)])
-def test_the_health_check_needs_python_only(
-    path: str, status: int | None, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_health_check_needs_python_only(status: int | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -96,7 +84,7 @@ def test_the_health_check_needs_python_only(
             pass
 
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
-    program, option, text = health_check(path)
+    [(program, option, text)] = {tuple(health_check(path)) for path in DOCKERFILES}
     assert (program, option, text.count(str(PORT))) == ("python", "-c", 1)
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         port = server.server_port

@@ -137,17 +137,14 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sinkprune(package: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sinkprune", *map(str, words)]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(package)}, capture_output=True, text=True, check=False
-    )
+    command, environment = [sys.executable, "-m", "sinkprune", *map(str, words)], {"PYTHONPATH": str(package)}
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
 
 
 def answer(package: Path, *words: object) -> dict[str, Any]:
     done = sinkprune(package, "run", *words)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_another_package_adds_family_method_backend_and_command(
@@ -192,23 +189,8 @@ def test_another_package_adds_family_method_backend_and_command(
     assert "say hello" in sinkprune(package, "--help").stdout
 
 
-@pytest.fixture
-def other(package: Path, tmp_path: Path) -> Path:
-    """A copy of the package that a test may change."""
-    return Path(shutil.copytree(package, tmp_path / "other"))
-
-
-def test_a_name_of_two_packages_is_rejected(package: Path, other: Path) -> None:
-    (other / "viola-1.0.dist-info").rename(other / "tuba-1.0.dist-info")
-    (other / "tuba-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tuba\nVersion: 1.0\n")
-    points = (other / "tuba-1.0.dist-info/entry_points.txt").read_text()
-    (other / "tuba-1.0.dist-info/entry_points.txt").write_text(points.replace("viola.", "tuba."))
-    done = sinkprune(Path(f"{package}:{other}"), "hello")
-    assert done.returncode == 2
-    assert "two packages register 'hello'" in done.stderr
-
-
-def test_an_option_that_cannot_be_added_is_named(other: Path) -> None:
+def test_a_name_of_two_packages_and_a_wrong_option_are_rejected(package: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(package, tmp_path / "other"))
     option = other / "viola/option.py"
     option.write_text(option.read_text().replace('"--capitals"', '"--budget"'))
     done = sinkprune(other, "run", "--help")
@@ -218,3 +200,9 @@ def test_an_option_that_cannot_be_added_is_named(other: Path) -> None:
     done = sinkprune(other, "run", "--help")
     assert done.returncode == 2
     assert "'capitals' of the group 'sinkprune.run' is viola.option:Capitals, and its import failed" in done.stderr
+    facts = (other / "viola-1.0.dist-info").rename(other / "tuba-1.0.dist-info")
+    for file in facts.iterdir():
+        file.write_text(file.read_text().replace("viola.", "tuba.").replace("Name: viola", "Name: tuba"))
+    done = sinkprune(Path(f"{package}:{other}"), "hello")
+    assert done.returncode == 2
+    assert "two packages register 'hello'" in done.stderr

@@ -6,7 +6,6 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -14,9 +13,7 @@ import pytest
 import sinkprune
 from sinkprune.contract import errors
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from support.programs.repository import ROOT
 
-SOURCE = ROOT / "src" / "sinkprune"
 HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
 ENGINE_LIBRARIES = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
 _ALL_MODULES = """
@@ -32,6 +29,12 @@ print(*{name.split(".")[0] for name in sys.modules} - before)
 """Imports all modules of some folders, without those for Triton, lmms-eval and LeRobot, and prints the packages."""
 
 
+def loaded_by(code: str, *words: str) -> set[str]:
+    """Return the words that a program prints in a new process."""
+    program = [sys.executable, "-c", code, *words]
+    return {*subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()}
+
+
 @pytest.mark.parametrize(
     ("folders", "unwanted"),
     [
@@ -42,33 +45,31 @@ print(*{name.split(".")[0] for name in sys.modules} - before)
     ],
 )
 def test_modules_import_large_libraries_when_they_are_called(folders: tuple[str, ...], unwanted: set[str]) -> None:
-    program = [sys.executable, "-c", _ALL_MODULES, *folders]
-    loaded = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
-    assert {"sinkprune", "numpy"} <= set(loaded)
-    assert not unwanted & set(loaded)
+    loaded = loaded_by(_ALL_MODULES, *folders)
+    assert {"sinkprune", "numpy"} <= loaded
+    assert not unwanted & loaded
     if folders == ("contract",):
         # Only tables are drawn with rich.
-        assert set(loaded) <= {*sys.stdlib_module_names, "numpy", "rich", "sinkprune"}
+        assert loaded <= {*sys.stdlib_module_names, "numpy", "rich", "sinkprune"}
 
 
-def test_commands_start_with_few_modules(tmp_path: Path) -> None:
+def test_commands_and_public_names_load_few_modules() -> None:
     # Ctrl-C during these imports ends in a traceback.
-    program = (
+    loaded = loaded_by(
         "import sys; before = set(sys.modules); import sinkprune.entry_points; print(*set(sys.modules) - before)"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
     assert {name for name in loaded if name.startswith("sinkprune")} == {
         *("sinkprune", "sinkprune.entry_points", "sinkprune.contract", "sinkprune.contract.errors"),
         *("sinkprune.contract.checks", "sinkprune.contract.command_line", "sinkprune.contract.command_line.command"),
     }
     assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "sinkprune"}
-
-
-def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
-    program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
+    loaded = loaded_by("import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)")
+    assert not {name.split(".")[0] for name in loaded} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
+    version = (
+        "import sys; from sinkprune.entry_points import sinkprune\ntry: sinkprune()\nfinally: print(*sys.modules)"
+    )
+    loaded = loaded_by(version, "run", "--version")
+    assert sinkprune.__version__ in loaded and not {"numpy", "rich", "PIL"} & loaded
 
 
 _INNER = """
@@ -80,16 +81,6 @@ PromptRows RecentRatios SampledFrames Sampler TowerInput UnopenedPicture Video
 
 _LAZY = {"Tools": sinkprune.Tools, "ToolCall": sinkprune.ToolCall, "BuiltEngines": BuiltEngines}
 """What modules import for types only."""
-
-
-def test_the_version_loads_no_library() -> None:
-    program = (
-        "import sys; from sinkprune.entry_points import sinkprune\ntry: sinkprune()\nfinally: print(*sys.modules)"
-    )
-    words = [sys.executable, "-c", program, "run", "--version"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"sinkprune {sinkprune.__version__}\n")
-    assert not {"numpy", "rich", "PIL"} & {*done.stdout.split()}
 
 
 def test_types_of_public_calls_and_results_are_public() -> None:

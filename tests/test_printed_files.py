@@ -23,6 +23,12 @@ from support.programs.repository import ROOT
 READ = ("--camera", "--image", "--video", "--frames", "--check", "--data", "--sign", "--signed-by")
 VERBS_OF_BUNDLES = ("run", "act", "profile", "evaluate", "calibrate", "build", "doctor")
 MADE = ("-o", "-out")
+WRITERS = {
+    r"python demo/photo\.py (\S+)": "",
+    r"python -m sinkprune\.demo\.write_scenes (\S+)": "/scenes.jsonl",
+    r"python benchmarks/robot/write_moments\.py (\S+)": "/moments.jsonl",
+}
+"""By a pattern of programs that write files: the file in the folder that they are given."""
 TEST_SETS = ("scenes", "wide-scenes", "varied-scenes")
 READERS_OWN = ("./my-checkpoint", "my-gptq-or-awq-checkpoint", "./clip-vit-large-patch14-336", "key.pem")
 ELSEWHERE = ("doctor.md", "jetson.md", "savings.md")
@@ -54,16 +60,9 @@ def values(text: str, options: tuple[str, ...]) -> Iterator[str]:
 
 def made_by(text: str) -> set[str]:
     """Return the names of files and folders that a command makes."""
-    photo = re.match(r"python demo/photo\.py (\S+)", text)
-    scenes = re.match(r"python -m sinkprune\.demo\.write_scenes (\S+)", text)
-    moments = re.match(r"python benchmarks/robot/write_moments\.py (\S+)", text)
-    return {
-        *values(text, MADE),
-        *(values(text, ("--costs",)) if text.startswith("sinkprune-calibrate") else ()),
-        *([photo[1]] if photo else []),
-        *([f"{scenes[1]}/scenes.jsonl"] if scenes else []),
-        *([f"{moments[1]}/moments.jsonl"] if moments else []),
-    }
+    written = {f"{found[1]}{file}" for program, file in WRITERS.items() if (found := re.match(program, text))}
+    costs = values(text, ("--costs",)) if text.startswith("sinkprune-calibrate") else ()
+    return {*values(text, MADE), *costs, *written}
 
 
 def read_by(text: str) -> set[str]:

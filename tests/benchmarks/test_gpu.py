@@ -10,8 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -143,15 +144,20 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     assert not (rig.out / "bundles").exists()
 
 
-def test_targets_are_compared_with_what_was_found(rig: Rig) -> None:
+def test_targets_are_compared_and_skipped_tests_have_a_reason(rig: Rig) -> None:
     found = {"ort-cuda none": 24.0, "ort-cuda retain-64": 6.0}
     rows = {name: {part: [ms] * 3 for part in PARTS} for name, ms in found.items()}
     (rig.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": rows}))
-    rig.run()
+    rig.tests(failed=0, tests=2)
+    code, _, results = rig.run()
     table = (rig.out / "results.md").read_text()
     assert "| llava-1.5-7b, `retain-64`, a token | at most 5.0 ms | 6, missed |" in table
     assert "over that of `none` | at most 0.286 (3.5 times as fast) | 0.25, met |" in table
     assert "| pi0, three cameras, the quickest budget's chunk | at most 32 ms | 6, met |" in table
+    assert code == 0
+    skipped = results["parts"]["gpu-tests"]
+    assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
+    assert skipped["state"] == "not there"
 
 
 def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Rig) -> None:
@@ -163,32 +169,22 @@ def test_after_the_limit_the_running_part_is_stopped_and_no_other_begins(rig: Ri
     assert "pytorch-pi0: not there: no time was left of 2 seconds" in told
 
 
-def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
+def test_parts_that_fail_or_are_not_there_stop_no_other(rig: Rig) -> None:
+    reason, absent = "the GPU's memory has 8 GB, 20 GB are needed", ("ort-cuda-llava-1.5-7b", "pytorch-pi0")
+    for part in absent:
+        rig.missing(part, reason)
     rig.tests(failed=1, tests=12)
     rig.command("sinkprune-build", "#!/bin/bash\necho 'error: out of | memory'; exit 2\n")
-    code, _, results = rig.run()
-    assert code == 1
-    expected = dict.fromkeys(gpu_parts.PARTS, "run")
+    code, told, results = rig.run()
+    assert code == 1 and f"ort-cuda-llava-1.5-7b: not there: {reason}\n" in told
+    expected = dict.fromkeys(gpu_parts.PARTS, "run") | dict.fromkeys(absent, "not there")
     assert states(results) == expected | dict.fromkeys(("gpu-tests", "tensorrt-build", "tensorrt-gate"), "failed")
+    assert results["parts"]["ort-cuda-llava-1.5-7b"]["found"] is None
     assert results["parts"]["tensorrt-build"]["reason"] == "exit code 2: error: out of | memory"
     table = (rig.out / "results.md").read_text()
     assert "| `tensorrt-build` | failed | exit code 2: error: out of / memory |" in table
     assert "| `gpu-tests` | failed | 9 passed, 1 failed, 2 skipped; exit code 1: 2 skipped |" in table
-
-
-def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
-    for part in ("ort-cuda-llava-1.5-7b", "pytorch-pi0"):
-        rig.missing(part, "the GPU's memory has 8 GB, 20 GB are needed")
-    rig.tests(failed=0, tests=2)
-    code, told, results = rig.run()
-    assert code == 0
-    assert "ort-cuda-llava-1.5-7b: not there: the GPU's memory has 8 GB, 20 GB are needed\n" in told
-    part = results["parts"]["ort-cuda-llava-1.5-7b"]
-    assert (part["state"], part["found"]) == ("not there", None)
-    assert "chunk | at most 32 ms | not measured |" in (rig.out / "results.md").read_text()
-    skipped = results["parts"]["gpu-tests"]
-    assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
-    assert skipped["state"] == "not there"
+    assert "chunk | at most 32 ms | not measured |" in table
 
 
 ON_CPU = ("--backend", "ort-cpu", "--device", "cpu", "--dtype", "float32", "--rounds", "1")
@@ -246,24 +242,18 @@ def test_rows_of_vllm_come_from_its_own_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a stand-in of the library: what it is given, and what is computed of its times."""
-    given: list[Any] = []
-
-    class LLM:
-        def __init__(self, **options: Any) -> None:
-            assert options["load_format"] == "dummy" and Path(options["model"], "config.json").is_file()
-
-        def generate(self, prompt: Any, params: Any, use_tqdm: bool) -> Any:
-            given.append((prompt, params))
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])]
-
-    module: Any = ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    vllm = MagicMock(SamplingParams=SimpleNamespace)
+    vllm.LLM.return_value.generate.side_effect = lambda prompt, params, use_tqdm: [
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])
+    ]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     (tmp_path / "config.json").write_text(json.dumps({"image_token_index": 32000}))
     like, path = tmp_path / "like.json", tmp_path / "vllm.json"
     like.write_text(json.dumps({"text_tokens": 41}))
     options = ["--rounds", "2", "--frame", "64x48", "--new-tokens", "5"]
     next_to_vllm.main([str(tmp_path), "--like", str(like), *options, "--json", str(path)])
+    assert vllm.LLM.call_args.kwargs["load_format"] == "dummy"
+    given = [call.args for call in vllm.LLM.return_value.generate.call_args_list]
     times = json.loads(path.read_text())["ms"][next_to_vllm.ROW]
     assert [len(times[part]) for part in ("ttft", "per_token")] == [2, 2]
     assert [params.max_tokens for _, params in given] == [1, 5] * (2 + next_to_vllm.WARM_UP)

@@ -47,17 +47,10 @@ def header(time_ns: int = START_NS, frame_id: str = "camera") -> Any:
 
 def raw_image(pixels: np.ndarray[Any, Any], encoding: str, time_ns: int = START_NS, **fields: Any) -> Any:
     """Return an Image of the rows of `pixels`; `fields` replace its own."""
-    rows = np.ascontiguousarray(pixels)
-    data = np.frombuffer(rows.tobytes(), np.uint8)
-    own = {
-        "height": pixels.shape[0],
-        "width": pixels.shape[1],
-        "encoding": encoding,
-        "is_bigendian": 0,
-        "step": len(data) // pixels.shape[0],
-        "data": data,
-    }
-    return typestore().types[IMAGE](header=header(time_ns), **{**own, **fields})
+    data, (height, width) = np.frombuffer(np.ascontiguousarray(pixels).tobytes(), np.uint8), pixels.shape[:2]
+    own = {"header": header(time_ns), "encoding": encoding, "is_bigendian": 0, "data": data}
+    own |= {"height": height, "width": width, "step": len(data) // height}
+    return typestore().types[IMAGE](**{**own, **fields})
 
 
 def compressed_image(picture: Image.Image, kind: str = "jpeg", time_ns: int = START_NS, name: str = "") -> Any:
@@ -65,9 +58,8 @@ def compressed_image(picture: Image.Image, kind: str = "jpeg", time_ns: int = ST
     file = io.BytesIO()
     picture.save(file, format=kind.upper())
     data = np.frombuffer(file.getvalue(), np.uint8)
-    return typestore().types[COMPRESSED](
-        header=header(time_ns), format=name or f"bgr8; {kind} compressed bgr8", data=data
-    )
+    name = name or f"bgr8; {kind} compressed bgr8"
+    return typestore().types[COMPRESSED](header=header(time_ns), format=name, data=data)
 
 
 def text(words: str) -> Any:

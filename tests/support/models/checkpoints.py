@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ MISTRAL_TEMPLATE = (
 )
 """Writes what the template of llava-v1.6-mistral-7b-hf writes."""
 
-_SIGLIP = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False}
+GELU_TANH = "gelu_pytorch_tanh"
+_SIGLIP = {"model_type": "siglip_vision_model", "hidden_act": GELU_TANH, "vision_use_head": False}
 SIDE = 112
 """Pixels along a side of LLaVA-NeXT's tiles."""
 PINPOINTS = [[112, 224], [224, 112], [224, 224], [336, 112], [112, 336]]
@@ -63,26 +64,15 @@ class Shape:
     siglip: bool = False
 
 
-@dataclass(frozen=True)
-class NextShape:
-    """What the small checkpoints of LLaVA-NeXT differ in."""
-
-    decoder: str = "llama"
-    num_layers: int = 6
-    num_kv_heads: int = 4
-    text: Mapping[str, Any] = field(default_factory=dict)
-    """What the decoder's configuration has in addition."""
+NextShape = Shape
+"""Those of LLaVA-NeXT, whose tiles have `SIDE` pixels."""
 
 
 def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
     """Write a LLaVA checkpoint with random weights, tokenizer, processor and chat template."""
     config = LlavaConfig(
         vision_config={**_vision(shape.image_size), **(_SIGLIP if shape.siglip else {})},
-        text_config={
-            "model_type": shape.decoder,
-            **small_decoder(shape.num_layers, shape.num_kv_heads),
-            **shape.text,
-        },
+        text_config=_text(shape),
         image_token_id=IMAGE_TOKEN,
         vision_feature_layer=shape.feature_layer,
         vision_feature_select_strategy="full" if shape.siglip else "default",
@@ -99,15 +89,9 @@ def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
 
 def make_llava_next_checkpoint(folder: Path, shape: NextShape, seed: int = 0) -> Path:
     """Write a LLaVA-NeXT checkpoint with random weights, tokenizer, processor and chat template."""
-    own: dict[str, Any] = {"sliding_window": None} if shape.decoder == "mistral" else {}
     config = LlavaNextConfig(
         vision_config=_vision(SIDE),
-        text_config={
-            "model_type": shape.decoder,
-            **small_decoder(shape.num_layers, shape.num_kv_heads),
-            **own,
-            **shape.text,
-        },
+        text_config=_text(shape),
         image_token_index=IMAGE_TOKEN,
         image_grid_pinpoints=PINPOINTS,
     )
@@ -155,6 +139,10 @@ def small_decoder(num_layers: int, num_kv_heads: int) -> dict[str, Any]:
     }
 
 
+def _text(shape: Shape) -> dict[str, Any]:
+    return {"model_type": shape.decoder, **small_decoder(shape.num_layers, shape.num_kv_heads), **shape.text}
+
+
 def _vision(image_size: int) -> dict[str, Any]:
     return {
         "model_type": "clip_vision_model",
@@ -172,15 +160,33 @@ def _sizes(size: int) -> dict[str, Any]:
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of Llama's kind, of tokens that it learns."""
     backend = as_llama(Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)))
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=IMAGE_TOKEN, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
+        vocab_size=IMAGE_TOKEN, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens()], show_progress=False
     )
     text = "USER: ASSISTANT: What is in the picture? Describe the image. Which colour is the cup on the table?"
     backend.train_from_iterator([text, text.lower()], trainer)
     while backend.get_vocab_size() < IMAGE_TOKEN:
         backend.add_tokens([f"▁filler{backend.get_vocab_size()}"])
     return with_specials(backend, ("<unk>", "<s>", "</s>", "<image>", "<pad>"))
+
+
+def byte_tokens(first: int = 0) -> dict[str, int]:
+    """The tokens of all bytes, with numbers from `first` on."""
+    return {f"<0x{byte:02X}>": first + byte for byte in range(256)}
+
+
+def byte_pairs(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """A tokenizer of Llama's and Gemma's kind: what is not in the vocabulary becomes bytes."""
+    return Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+
+
+def add_specials(backend: Tokenizer, specials: Iterable[str], first: str = "") -> None:
+    """Add special tokens, of which `first` begins a text."""
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    if first:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A $B", special_tokens=[(first, backend.token_to_id(first))]
+        )
 
 
 def as_llama(backend: Tokenizer) -> Tokenizer:
@@ -194,10 +200,7 @@ def as_llama(backend: Tokenizer) -> Tokenizer:
 
 def with_specials(backend: Tokenizer, specials: Sequence[str]) -> PreTrainedTokenizerFast:
     """A tokenizer with special tokens: `<unk>`, `<s>`, which begins a text, `</s>`, and the last, which pads."""
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
+    add_specials(backend, specials, "<s>")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token=specials[-1]
     )

@@ -48,16 +48,13 @@ def language_model(num_heads: int = 4, num_kv_heads: int = 4, head_dim: int = 8)
 
 def sanitizer_graph(n: int, d: int, budget: Budget, precision: str = "fp32") -> Graph:
     """`sanitizer` of `budget` for groups of `n` tokens of width `d`."""
-    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision], opset24), budget).sanitizer
-    return graph
+    return load_method("sinkpruner")(facts_of(language_model(), precision, n=n, d=d), budget).sanitizer
 
 
 def select_graph(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Graph:
     """The first `select_after_*` of `budget` for an image of `tokens` visual tokens."""
-    graph: Graph = _plan(
-        PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision], opset24), budget
-    ).select_after[0]
-    return graph
+    facts = facts_of(model, precision, n=tokens, d=model.hidden_size)
+    return load_method("sinkpruner")(facts, budget).select_after[0]
 
 
 @cache
@@ -92,30 +89,30 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
     return equal_mean.tokens_into_llm(_deep_facts(n, 1, "fp32"), budget)
 
 
-def facts_of(model: LanguageModel, precision: str = "fp32", *, causal: bool = True) -> PlanFacts:
-    """The facts of a decoder `model` and of no tower."""
-    return PlanFacts(model, 1, 1, PRECISIONS[precision], opset24, causal=causal)
+def facts_of(
+    model: LanguageModel, precision: str = "fp32", *, n: int = 1, d: int = 1, causal: bool = True
+) -> PlanFacts:
+    """The facts of a decoder `model`, and of a tower that gives `n` tokens of width `d`."""
+    return PlanFacts(model, n, d, PRECISIONS[precision], opset24, causal=causal)
 
 
 @cache
 def asked_select(
-    model: LanguageModel,
-    kept: int,
-    budget: Budget,
-    queries: ChooseQueries,
-    precision: str = "fp32",
+    model: LanguageModel, kept: int, budget: Budget, queries: ChooseQueries, precision: str = "fp32"
 ) -> Run:
     """A select that keeps the `kept` visual rows the rows of `queries` attend to most, loaded."""
-    graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, facts_of(model, precision), best_of_one_image(kept), budget, queries)
-    return loaded(graph)
+    return _select(facts_of(model, precision), best_of_one_image(kept), budget, queries)
 
 
 @cache
 def quota_select(model: LanguageModel, images: int, budget: Budget, precision: str = "fp32") -> Run:
     """A select of every text row that keeps the own quota of each of up to `images` images, loaded."""
-    graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, facts_of(model, precision), best_of_each_image(images), budget, every_text_row)
+    return _select(facts_of(model, precision), best_of_each_image(images), budget, every_text_row)
+
+
+def _select(facts: PlanFacts, *rule: Any) -> Run:
+    graph = Graph("select", facts.precision, opset24)
+    build_select(graph, facts, *rule)
     return loaded(graph)
 
 
@@ -145,10 +142,6 @@ def operators_on_fp16(graph: Graph) -> set[str]:
 def _deep_facts(n: int, d: int, precision: str, dialect: DialectName = "opset24") -> PlanFacts:
     model = replace(language_model(), num_layers=32)
     return PlanFacts(model, n, d, PRECISIONS[precision], load_dialect(dialect))
-
-
-def _plan(facts: PlanFacts, budget: Budget) -> Any:
-    return load_method("sinkpruner")(facts, budget)
 
 
 def loaded(graph: Graph, library: str = "ort-cpu") -> Run:

@@ -13,18 +13,11 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from support.models.checkpoints import save_random_model, small_decoder
 from support.models.peer_shapes import sizes
-from support.models.qwen_checkpoints import qwen_tokenizer
+from support.models.qwen_checkpoints import ENDS, qwen_tokenizer
+from support.models.qwen_checkpoints import SPECIALS as QWEN_SPECIALS
 
 IMAGE_TOKEN = 375
-SPECIALS = {
-    370: "<|endoftext|>",
-    371: "<|im_start|>",
-    372: "<|im_end|>",
-    373: "<img>",
-    374: "</img>",
-    375: "<IMG_CONTEXT>",
-    376: "<video>",
-}
+SPECIALS = {**QWEN_SPECIALS, 373: "<img>", 374: "</img>", 375: "<IMG_CONTEXT>", 376: "<video>"}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
@@ -59,12 +52,7 @@ def make_internvl_checkpoint(folder: Path, shape: InternVLShape, seed: int = 0) 
     side, square = shape.image_size, {"height": shape.image_size, "width": shape.image_size}
     config = InternVLConfig(
         vision_config={**sizes(48, 96, 3, 4), "image_size": [side, side], "initializer_range": 0.1, **shape.vision},
-        text_config={
-            **small_decoder(shape.num_layers, shape.num_kv_heads),
-            "bos_token_id": 370,
-            "eos_token_id": 372,
-            **shape.text,
-        },
+        text_config={**small_decoder(shape.num_layers, shape.num_kv_heads), **ENDS, **shape.text},
         image_token_id=IMAGE_TOKEN,
         image_seq_length=int((side // 14 * shape.ratio) ** 2),
         downsample_ratio=shape.ratio,

@@ -67,17 +67,15 @@ def write_lerobot_checkpoint(
     config = json.loads((source / "config.json").read_text())
     tensors = {lerobot_name(name): values for name, values in load_file(source / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
-    features = {name: {"type": "VISUAL", "shape": [3, 480, 640]} for name in CAMERAS}
     widths = {key: len(next(iter(own.values()))) for key, own in statistics.items()}
-    state = {
-        "observation.state": {"type": "STATE", "shape": [widths.get("observation.state", config["max_state_dim"])]}
-    }
-    action = {"action": {"type": "ACTION", "shape": [widths.get("action", config["max_action_dim"])]}}
+    features, action = policy_features(
+        widths.get("observation.state", config["max_state_dim"]), widths.get("action", config["max_action_dim"])
+    )
     mapping = {"VISUAL": "IDENTITY", "STATE": modes[0], "ACTION": modes[1]}
     side = config["vlm_config"]["vision_config"]["image_size"]
     written = {
         **policy_fields(kind, side, config["chunk_size"], config["max_state_dim"], config["max_action_dim"]),
-        "input_features": {CAMERAS[0]: features[CAMERAS[0]], **state, CAMERAS[1]: features[CAMERAS[1]]},
+        "input_features": features,
         "output_features": action,
         "device": "cpu",
         "use_amp": False,
@@ -92,11 +90,18 @@ def write_lerobot_checkpoint(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value != "-"}))
-    write_pipelines(folder, kind, {**features, **state, **action}, mapping, statistics)
+    write_pipelines(folder, kind, {**features, **action}, mapping, statistics)
     for name in TOKENIZER_FILES if tokenizer else ():
         if (source / name).exists():
             shutil.copy(source / name, folder)
     return folder
+
+
+def policy_features(state: int, actions: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs and the outputs of a policy of two cameras, with the width of a state and of an action."""
+    top, wrist = ({name: {"type": "VISUAL", "shape": [3, 480, 640]}} for name in CAMERAS)
+    own = {"observation.state": {"type": "STATE", "shape": [state]}}
+    return {**top, **own, **wrist}, {"action": {"type": "ACTION", "shape": [actions]}}
 
 
 def policy_fields(kind: str, side: int, chunk: int, state: int, actions: int) -> dict[str, Any]:
@@ -125,33 +130,30 @@ def write_pipelines(
     """Write policy_preprocessor.json and policy_postprocessor.json with their tensors."""
     prompt, in_prompt = lerobot._PROMPTS[kind], kind != "pi0"
     normaliser = {"eps": 1e-8, "features": features, "norm_map": mapping}
-    before: list[dict[str, Any]] = [
-        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-        {"registry_name": "to_batch_processor", "config": {}},
+    device = _step("device", device="cpu", float_dtype=None)
+    before = [
+        _step("rename_observations", rename_map={}),
+        _step("to_batch"),
         {"registry_name": prompt, "config": {}},
-        {
-            "registry_name": "tokenizer_processor",
-            "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 200 if in_prompt else 48},
-        },
-        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
-        {"registry_name": "relative_actions_processor", "config": {"enabled": False, "exclude_joints": ["gripper"]}},
+        _step("tokenizer", tokenizer_name=lerobot.TOKENIZER, max_length=200 if in_prompt else 48),
+        device,
+        _step("relative_actions", enabled=False, exclude_joints=["gripper"]),
     ]
     if kind == "pi0_fast":
-        settings = {"trust_remote_code": True, "max_action_tokens": 256, "fast_skip_tokens": 4}
-        own = {"action_tokenizer_name": "action_tokenizer"}
-        before.insert(4, {"registry_name": "action_tokenizer_processor", "config": settings, "artifacts": own})
+        tokens = _step("action_tokenizer", trust_remote_code=True, max_action_tokens=256, fast_skip_tokens=4)
+        before.insert(4, {**tokens, "artifacts": {"action_tokenizer_name": "action_tokenizer"}})
     # The others write the normalised state into the prompt.
-    before.insert(2 if in_prompt else len(before), {"registry_name": "normalizer_processor", "config": normaliser})
-    after: list[dict[str, Any]] = [
-        {"registry_name": "unnormalizer_processor", "config": normaliser},
-        {"registry_name": "absolute_actions_processor", "config": {"enabled": False}},
-        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
-    ]
+    before.insert(2 if in_prompt else len(before), _step("normalizer", **normaliser))
+    after = [_step("unnormalizer", **normaliser), _step("absolute_actions", enabled=False), device]
     flat = {f"{key}.{name}": values for key, own in statistics.items() for name, values in own.items()}
     for name, steps in (("policy_preprocessor", before), ("policy_postprocessor", after)):
-        place = next(i for i, step in enumerate(steps) if step["config"] is normaliser)
+        place = next(i for i, step in enumerate(steps) if step["config"] == normaliser)
         if flat:
             file = f"{name}_step_{place}_{steps[place]['registry_name']}.safetensors"
             save_file(flat, folder / file)
             steps[place]["state_file"] = file
         (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}))
+
+
+def _step(name: str, **config: Any) -> dict[str, Any]:
+    return {"registry_name": f"{name}_processor", "config": config}

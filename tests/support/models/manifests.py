@@ -18,8 +18,7 @@ from sinkprune.contract.manifest import MANIFEST
 
 
 def manifest_data(root: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    return data
+    return json.loads((root / MANIFEST).read_text(encoding="utf-8"))
 
 
 def write_data(root: Path, data: Any) -> None:

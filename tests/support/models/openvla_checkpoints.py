@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from sinkprune.export.checkpoint.presets import PRESETS
 from support.models import peer_shapes
-from support.models.checkpoints import as_llama, with_specials
+from support.models.checkpoints import as_llama, byte_pairs, byte_tokens, with_specials
 
 VOCAB, PAD, EMPTY, STOP = 32064, 32000, 29871, 2
 """Those of every published checkpoint: the code names them."""
+HEADS = ("action_head", "proprio_projector")
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,21 @@ def make_openvla_checkpoint(folder: Path, shape: OpenVlaShape, seed: int = 0) ->
     tensors = {name: drawn(name, size) for name, size in sizes(shape)}
     # Greedy tokens are those of bins.
     tensors["language_model.lm_head.weight"][PAD - 256 : PAD] *= 3
-    parts: dict[str, dict[str, torch.Tensor]] = {"action_head": {}, "proprio_projector": {}}
-    shards: list[dict[str, torch.Tensor]] = [{}, {}]
-    for number, (name, tensor) in enumerate(tensors.items()):
-        part, _, own = name.partition(".")
-        if part in parts:
-            parts[part][f"{shape.prefix}{own}"] = tensor
-        else:
-            shards[number % 2][name] = tensor
     index = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file)
-        index |= dict.fromkeys(shard, file)
+    names = [name for name in tensors if not name.startswith(HEADS)]
+    for number in range(2):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names[number::2]}, folder / file)
+        index |= dict.fromkeys(names[number::2], file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     # As the originals: the head in bfloat16, the projector in float32.
-    for part, own in parts.items():
+    for part in HEADS:
+        own = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
         if own:
-            torch.save(own, folder / f"{part}--150000_checkpoint.pt")
+            torch.save(
+                {f"{shape.prefix}{name}": tensor for name, tensor in own.items()},
+                folder / f"{part}--150000_checkpoint.pt",
+            )
     (folder / "config.json").write_text(json.dumps(config(shape)))
     (folder / "dataset_statistics.json").write_text(json.dumps(statistics(shape, seed)))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor(shape)))
@@ -86,26 +84,16 @@ def config(shape: OpenVlaShape) -> dict[str, Any]:
         {"embed_dim": width, "depth": TOWER_DEPTH, "num_heads": TOWER_HEADS, "mlp_ratio": ratio, "reg_tokens": count}
         for width, ratio, count in zip(WIDTHS, (2.0, 1.7), (shape.registers, 0), strict=True)
     ]
+    published = {name: value for name, value in PRESETS["openvla-7b"].items() if name != "action_dim"}
     return {
-        "architectures": ["OpenVLAForActionPrediction"],
-        "model_type": "openvla",
+        **published,
         "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
-        "arch_specifier": "no-align+fused-gelu-mlp",
-        "vision_backbone_id": "dinosiglip-vit-so-224px",
-        "use_fused_vision_backbone": True,
-        "image_resize_strategy": "resize-naive",
         "image_sizes": [shape.image_size] * 2,
-        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-        "timm_override_act_layers": [None, None],
         "timm_model_args": towers,
         "llm_backbone_id": "llama2-7b-pure",
-        "n_action_bins": 256,
-        "pad_to_multiple_of": 64,
-        "pad_token_id": PAD,
         "norm_stats": {"other": {}},
         "text_config": {
-            "model_type": "llama",
-            "vocab_size": VOCAB,
+            **published["text_config"],
             "pad_token_id": PAD,
             **peer_shapes.sizes(HIDDEN, INNER, shape.num_layers, shape.num_heads, shape.num_kv_heads),
         },
@@ -182,12 +170,11 @@ def sizes(shape: OpenVlaShape) -> Iterator[tuple[str, list[int]]]:
     kv = HIDDEN // shape.num_heads * shape.num_kv_heads
     for layer in range(shape.num_layers):
         own = f"language_model.model.layers.{layer}"
-        for part, width in (("q", HIDDEN), ("k", kv), ("v", kv), ("o", HIDDEN)):
-            yield f"{own}.self_attn.{part}_proj.weight", [width, HIDDEN]
-        for part, ends in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
-            yield f"{own}.mlp.{part}_proj.weight", [*ends]
-        yield f"{own}.input_layernorm.weight", [HIDDEN]
-        yield f"{own}.post_attention_layernorm.weight", [HIDDEN]
+        attention = (("self_attn.q", HIDDEN), ("self_attn.k", kv), ("self_attn.v", kv), ("self_attn.o", HIDDEN))
+        for part, width in (*attention, ("mlp.gate", INNER), ("mlp.up", INNER)):
+            yield f"{own}.{part}_proj.weight", [width, HIDDEN]
+        yield f"{own}.mlp.down_proj.weight", [HIDDEN, INNER]
+        yield from ((f"{own}.{norm}_layernorm.weight", [HIDDEN]) for norm in ("input", "post_attention"))
     if not shape.head:
         return
     wide = shape.action_dim * HIDDEN
@@ -225,12 +212,10 @@ def drawn(name: str, size: list[int]) -> torch.Tensor:
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of Llama's kind, with the ids that the code of OpenVLA names."""
-    byte_tokens = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = {chr(code): EMPTY + 1 + place for place, code in enumerate(range(33, 127))}
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": EMPTY, **byte_tokens, **letters}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": EMPTY, **byte_tokens(3), **letters}
     merges = [("▁", "p"), ("▁", "i"), ("▁", "t"), ("▁", "I")]
     vocabulary |= {"".join(pair): 400 + place for place, pair in enumerate(merges)}
     used = set(vocabulary.values())
     vocabulary |= {f"▁filler{number}": number for number in range(PAD) if number not in used}
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    return with_specials(as_llama(backend), ("<unk>", "<s>", "</s>", "<PAD>"))
+    return with_specials(as_llama(byte_pairs(vocabulary, merges)), ("<unk>", "<s>", "</s>", "<PAD>"))

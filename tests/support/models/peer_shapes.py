@@ -13,9 +13,15 @@ def sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None 
     return {**own, "num_attention_heads": heads, **({} if kv_heads is None else {"num_key_value_heads": kv_heads})}
 
 
+def siglip_config(image_size: int, width: int, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the tower of a small PaliGemma of its `own` sizes, for a decoder of this `width`."""
+    facts = {"model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False}
+    return {**facts, **own, "image_size": image_size, "projection_dim": width}
+
+
 _TEXT: dict[str, Any] = {"vocab_size": 384, "max_position_embeddings": 1024, **sizes(64, 160, 4, 4, 2)}
 _SQUARE: dict[str, Any] = {**sizes(64, 128, 3, 4), "projection_dim": 64}
-_MARKS = {"image_token_id": 375, "video_token_id": 376, "vision_start_token_id": 373, "vision_end_token_id": 374}
+MARKS = {"image_token_id": 375, "video_token_id": 376, "vision_start_token_id": 373, "vision_end_token_id": 374}
 
 
 def _small(preset: str, vision: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
@@ -31,7 +37,7 @@ def _small(preset: str, vision: dict[str, Any], text: dict[str, Any], **top: Any
 def _qwen(preset: str, vision: dict[str, Any], sections: list[int], **text: Any) -> dict[str, Any]:
     rope = {**PRESETS[preset]["text_config"]["rope_parameters"], "rope_theta": 1e4, "mrope_section": sections}
     own = {"bos_token_id": 371, "eos_token_id": 372, "rope_parameters": rope, **text}
-    return _small(preset, {"num_heads": 4, "out_hidden_size": 64, **vision}, own, tie_word_embeddings=True, **_MARKS)
+    return _small(preset, {"num_heads": 4, "out_hidden_size": 64, **vision}, own, tie_word_embeddings=True, **MARKS)
 
 
 LLAVA = _small("llava-1.1b", _SQUARE, {}, image_token_index=380)

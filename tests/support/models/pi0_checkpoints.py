@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import decoders, normalizers
 from transformers import (
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
@@ -21,11 +21,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from support.models.peer_shapes import sizes
+from support.models.checkpoints import add_specials, byte_pairs, byte_tokens
+from support.models.peer_shapes import siglip_config, sizes
 
 VOCAB = 320
 IMAGE_TOKEN = VOCAB
 """The image token follows the embedding table, as in PaliGemma."""
+TOWER = sizes(96, 64, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,12 @@ def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
         f"{kind}_{name}": [round(float(value), 3) for value in random.uniform(0.3, 2.0, width)]
         for kind, width in (("state", shape.state_dim - 1), ("actions", shape.action_dim - 1))
         for name in ("mean", "std")
+        if shape.statistics
     }
     size = shape.image_size
-    processor = {
-        "processor_class": "PI0Processor",
-        "image_processor": {
-            "image_processor_type": "PI0ImageProcessor",
-            "size": {"max_height": size, "max_width": size},
-            "pad_size": {"height": size, "width": size},
-            "do_pad": True,
-            **siglip_pixels(size),
-        },
-        **(statistics if shape.statistics else {}),
-    }
+    squares = {"size": {"max_height": size, "max_width": size}, "pad_size": {"height": size, "width": size}}
+    pixels = {"image_processor_type": "PI0ImageProcessor", "do_pad": True, **squares, **siglip_pixels(size)}
+    processor = {"processor_class": "PI0Processor", "image_processor": pixels, **statistics}
     (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
 
@@ -94,7 +89,7 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
             "projection_dim": 64,
             "image_token_id": IMAGE_TOKEN,
             "text_config": {**decoder, "vocab_size": VOCAB},
-            "vision_config": siglip_config(shape.image_size, 64),
+            "vision_config": siglip_config(shape.image_size, 64, TOWER),
         },
         dit_config=expert,
         chunk_size=shape.chunk,
@@ -106,26 +101,12 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
 def siglip_pixels(size: int) -> dict[str, Any]:
     """The settings that image processors of SigLIP's squares of `size` pixels share."""
     return {
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
         "rescale_factor": 1 / 255,
         "resample": 3,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
         "image_seq_length": (size // 14) ** 2,
-    }
-
-
-def siglip_config(image_size: int, width: int) -> dict[str, Any]:
-    """The tower of a small PaliGemma, for a decoder of this `width`."""
-    return {
-        "model_type": "siglip_vision_model",
-        **sizes(96, 64, 3, 4),
-        "image_size": image_size,
-        "patch_size": 14,
-        "projection_dim": width,
-        "vision_use_head": False,
     }
 
 
@@ -136,23 +117,14 @@ def pi0_tokenizer(
 
     `words` are further tokens, which may be `merges` of others.
     """
-    byte_tokens = {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **byte_tokens}
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **byte_tokens(4)}
     letters = [*"▁abcdefghijklmnopqrstuvwxyz.,", *words]
     vocabulary |= {letter: 260 + place for place, letter in enumerate(letters)}
     vocabulary |= {f"▁filler{number}": number for number in range(260 + len(letters), vocab_size)}
-    backend = Tokenizer(models.BPE(vocabulary, [*merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = byte_pairs(vocabulary, [*merges])
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in ("<pad>", "<eos>", "<bos>", "<unk>", "<image>")
-        ]
-    )
-    backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 2)]
-    )
+    add_specials(backend, ("<pad>", "<eos>", "<bos>", "<unk>", "<image>"), "<bos>")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
     )
@@ -170,7 +142,11 @@ def make_pi05_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
     width = config["dit_config"]["hidden_size"]
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: values for name, values in tensors.items() if not _PI0_ONLY.search(name)}
-    norms = [f"layers.{layer}.{which}_layernorm" for layer in range(shape.num_layers) for which in _NORMS]
+    norms = [
+        f"layers.{layer}.{which}_layernorm"
+        for layer in range(shape.num_layers)
+        for which in ("input", "post_attention")
+    ]
     layers = {f"{EXPERT}{norm}.dense": 3 for norm in (*norms, "norm")} | {"time_mlp_in": 1, "time_mlp_out": 1}
     for name, parts in layers.items():
         # Large enough that scales, shifts and gates differ from 0 by far, and from step to step.
@@ -180,16 +156,12 @@ def make_pi05_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
     config |= {"model_type": "pi05", "architectures": ["PI05Policy"]}
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "processor_config.json").read_text())
+    settings = {name: value for name, value in settings.items() if not name.endswith(("_mean", "_std"))}
     for name, count in (("state", shape.state_dim - 1), ("actions", shape.action_dim - 1)):
-        for which, least in (("mean", None), ("std", None), ("low", -1.5), ("high", 0.5)):
-            settings.pop(f"{name}_{which}", None)
-            if least is not None and shape.statistics:
-                settings[f"{name}_{which}"] = [round(float(x), 3) for x in random.uniform(least, least + 1, count)]
+        for which, least in (("low", -1.5), ("high", 0.5)) if shape.statistics else ():
+            settings[f"{name}_{which}"] = [round(float(x), 3) for x in random.uniform(least, least + 1, count)]
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
-
-
-_NORMS = ("input", "post_attention")
 
 
 def drawn(random: np.random.Generator, std: float, *shape: int) -> Array:
@@ -248,5 +220,5 @@ def paligemma_config(shape: PaliGemmaShape) -> PaliGemmaConfig:
             "attention_bias": shape.bias,
             "max_position_embeddings": 1024,
         },
-        vision_config=siglip_config(shape.image_size, 72),
+        vision_config=siglip_config(shape.image_size, 72, TOWER),
     )

@@ -17,14 +17,13 @@ from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Pre
 
 from sinkprune.export.checkpoint import lerobot
 from sinkprune.export.checkpoint.presets import PRESETS
-from support.models.lerobot_checkpoints import policy_fields, write_pipelines
+from support.models.lerobot_checkpoints import policy_features, policy_fields, write_pipelines
 from support.models.pi0_checkpoints import PaliGemmaShape, make_paligemma_checkpoint, pi0_tokenizer
 
 VOCAB, SKIP, FAST = 480, 4, 120
 """The tokens of the small vocabulary, those at its end, and the most of FAST before them."""
 SCALE = 10
 STATE, ACTION = "observation.state", "action"
-CAMERAS = ("observation.images.top", "observation.images.wrist")
 _MERGES = [("A", "c"), ("Ac", "t"), ("Act", "i"), ("Acti", "o"), ("Actio", "n")]
 _WORDS = ["A", *("".join(pair) for pair in _MERGES), ":", "|", ";", "S", "T", *"0123456789"]
 TOKENIZER = pi0_tokenizer(VOCAB, _WORDS, _MERGES)
@@ -113,9 +112,7 @@ def make_pi0_fast_checkpoint(folder: Path, shape: Pi0FastShape, **changes: Any) 
     for key, width in ((STATE, shape.state), (ACTION, shape.width)):
         low = random.uniform(-2, -1, width).astype(np.float32)
         statistics[key] = {"q01": low, "q99": low + random.uniform(1, 4, width).astype(np.float32)}
-    features = {name: {"type": "VISUAL", "shape": [3, 480, 640]} for name in CAMERAS}
-    features[STATE] = {"type": "STATE", "shape": [shape.state]}
-    actions = {ACTION: {"type": "ACTION", "shape": [shape.width]}}
+    features, actions = policy_features(shape.state, shape.width)
     modes = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
     written = {
         **policy_fields("pi0_fast", side, shape.chunk, 8, 8),

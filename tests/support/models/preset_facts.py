@@ -28,11 +28,8 @@ def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -
     """
     graphs, layers = {}, family.language_model.num_layers
     ends = family.graphs([range(1), range(layers - 1, layers)], ())
-    for name, write in {
-        **family.graphs([range(layers)], ()),
-        "decoder_0": ends["decoder_0"],
-        "decoder_1": ends["decoder_1"],
-    }.items():
+    whole = {**family.graphs([range(layers)], ()), "decoder_0": ends["decoder_0"], "decoder_1": ends["decoder_1"]}
+    for name, write in whole.items():
         matrices = form_of(vision_form if name == "vision" else form, 128)
         graphs[name] = WeightedGraph(
             name, PRECISIONS["fp16"], load_dialect("opset24"), matrices, lambda name, shape: None

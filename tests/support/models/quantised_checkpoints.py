@@ -67,12 +67,8 @@ class Codes:
     @property
     def matrix(self) -> Array:
         """[outputs,inputs] fp32."""
-        inputs, outputs = self.codes.shape
-        matrix = np.zeros((outputs, inputs), np.float32)
-        for i in range(inputs):
-            group = self.groups[i]
-            matrix[:, i] = (self.codes[i] - self.zeros[group]) * self.scales[group].astype(np.float32)
-        return matrix
+        scales = self.scales[self.groups].astype(np.float32)
+        return ((self.codes - self.zeros[self.groups]) * scales).astype(np.float32).T
 
 
 def quantise(weight: Array, layout: Layout, rng: np.random.Generator) -> Codes:
@@ -100,43 +96,30 @@ def quantise(weight: Array, layout: Layout, rng: np.random.Generator) -> Codes:
 
 def packed_rows(values: Array, bits: int) -> Array:
     """int32 words [rows * bits / 32, columns] of `values` [rows,columns], the first row in the lowest bits."""
-    each = 32 // bits
-    words = np.zeros((len(values) // each, values.shape[1]), np.uint32)
-    for row in range(len(values)):
-        for column in range(values.shape[1]):
-            words[row // each, column] |= np.uint32(int(values[row, column]) << (bits * (row % each)))
-    return words.view(np.int32)
+    return np.ascontiguousarray(packed_columns(values.T, bits).T)
 
 
 def packed_columns(values: Array, bits: int, order: tuple[int, ...] | None = None) -> Array:
     """int32 words [rows, columns * bits / 32]; `order` says which of a word's columns each field holds."""
     each = 32 // bits
-    words = np.zeros((len(values), values.shape[1] // each), np.uint32)
-    for row in range(len(values)):
-        for word in range(words.shape[1]):
-            for field in range(each):
-                column = word * each + (order[field] if order else field)
-                words[row, word] |= np.uint32(int(values[row, column]) << (bits * field))
+    columns = values.reshape(len(values), -1, each).astype(np.uint32)
+    words = np.zeros(columns.shape[:2], np.uint32)
+    for field, column in enumerate(order or range(each)):
+        words |= columns[:, :, column] << np.uint32(bits * field)
     return words.view(np.int32)
 
 
 def stored(name: str, layer: Codes, layout: Layout) -> dict[str, Array]:
     """The tensors of the matrix `name`, which ends in `.weight`."""
-    stem = name.removesuffix(".weight")
+    tensors = {"scales": layer.scales}
     if layout.method == "awq":
-        qweight = packed_columns(layer.codes, 4, AWQ_ORDER)
-        return {
-            f"{stem}.qweight": qweight,
-            f"{stem}.qzeros": packed_columns(layer.zeros, 4, AWQ_ORDER),
-            f"{stem}.scales": layer.scales,
-        }
-    zeros = layer.zeros if layout.version_2 else layer.zeros - 1
-    return {
-        f"{stem}.qweight": packed_rows(layer.codes, layout.bits),
-        f"{stem}.qzeros": packed_columns(zeros, layout.bits),
-        f"{stem}.scales": layer.scales,
-        f"{stem}.g_idx": layer.groups.astype(np.int32),
-    }
+        tensors["qweight"] = packed_columns(layer.codes, 4, AWQ_ORDER)
+        tensors["qzeros"] = packed_columns(layer.zeros, 4, AWQ_ORDER)
+    else:
+        tensors["qweight"] = packed_rows(layer.codes, layout.bits)
+        tensors["qzeros"] = packed_columns(layer.zeros if layout.version_2 else layer.zeros - 1, layout.bits)
+        tensors["g_idx"] = layer.groups.astype(np.int32)
+    return {name.replace("weight", part): tensor for part, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
-from support.models.checkpoints import save_random_model, small_decoder
+from support.models.checkpoints import add_specials, save_random_model, small_decoder
+from support.models.peer_shapes import MARKS
 
 CALL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Not special in the published tokenizers."""
@@ -75,6 +76,7 @@ SPECIALS = {
     375: "<|image_pad|>",
     376: "<|video_pad|>",
 }
+ENDS = {"bos_token_id": 370, "eos_token_id": 372}
 IMAGE_TOKEN = 375
 VIDEO_TOKEN = 376
 # The published checkpoints' template, for messages of text and images.
@@ -134,23 +136,14 @@ class QwenShape:
 
 def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     """Write a checkpoint with random weights, tokenizer, processor and chat template."""
+    wide, narrow = ({"hidden_size": width, "intermediate_size": 96, "out_hidden_size": 64} for width in (64, 48))
+    windows = {"fullatt_block_indexes": list(shape.full_attention_blocks), "window_size": 4 * shape.token_side}
+    # A table of 5 x 5, smaller than some pictures and larger than others
+    table = {"num_position_embeddings": 25, "deepstack_visual_indexes": list(shape.deepstack_blocks)}
     towers = {
-        "qwen2_5_vl": {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "out_hidden_size": 64,
-            "fullatt_block_indexes": list(shape.full_attention_blocks),
-            "window_size": 4 * shape.token_side,
-        },
+        "qwen2_5_vl": {**wide, **windows},
         "qwen2_vl": {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64},
-        "qwen3_vl": {
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "out_hidden_size": 64,
-            # A table of 5 x 5, smaller than some pictures and larger than others
-            "num_position_embeddings": 25,
-            "deepstack_visual_indexes": list(shape.deepstack_blocks),
-        },
+        "qwen3_vl": {**narrow, **table},
     }
     sections: dict[str, Any] = {"mrope_section": [part * 4 // shape.num_heads for part in (2, 3, 3)]}
     if shape.kind == "qwen3_vl":
@@ -170,22 +163,17 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
             **({"head_dim": 32, "tie_word_embeddings": shape.tied} if shape.kind == "qwen3_vl" else {}),
             **({"max_position_embeddings": 4096} if shape.tools else {}),
-            "bos_token_id": 370,
-            "eos_token_id": 372,
+            **ENDS,
         },
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=376,
-        vision_start_token_id=373,
-        vision_end_token_id=374,
+        **MARKS,
         tie_word_embeddings=shape.tied,
     )
     template = TOOL_TEMPLATE if shape.tools or shape.kind == "qwen3_vl" else TEMPLATE
     save_random_model(folder, config, qwen_tokenizer(shape.tools), template, [372, 370], seed)
-    own: dict[str, Any] = (
-        {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
-    )
-    own["merge_size"] = shape.merge_size
-    Qwen2VLImageProcessorPil(min_pixels=shape.min_pixels, max_pixels=shape.max_pixels, **own).save_pretrained(folder)
+    own: dict[str, Any] = {"min_pixels": shape.min_pixels, "max_pixels": shape.max_pixels}
+    if shape.kind == "qwen3_vl":
+        own |= {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    Qwen2VLImageProcessorPil(**own, merge_size=shape.merge_size).save_pretrained(folder)
     if shape.kind == "qwen3_vl":
         settings = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 22}}
         (folder / "video_preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -205,7 +193,7 @@ def qwen_tokenizer(
     backend.train_from_iterator([text, text.lower(), *[TOOL_TEMPLATE] * tools], trainer)
     while backend.get_vocab_size() < min(specials):
         backend.add_tokens([f" filler{backend.get_vocab_size()}"])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials.values()])
+    add_specials(backend, specials.values())
     assert {backend.token_to_id(token): token for token in specials.values()} == specials
     if tools:
         backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in CALL_TOKENS])

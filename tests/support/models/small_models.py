@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
+from support.models.checkpoints import GELU_TANH, NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.internvl_checkpoints import InternVLShape, make_internvl_checkpoint
 from support.models.openvla_checkpoints import OpenVlaShape, make_openvla_checkpoint
 from support.models.pi0_checkpoints import (
@@ -49,7 +51,8 @@ TOOL_SHAPES = {
 CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
 """Those that have no text between the frames of a clip."""
 
-NEXT_SHAPES = {"next": NextShape(), "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2)}
+_NEXT_MISTRAL = NextShape(decoder="mistral", num_layers=8, num_kv_heads=2, text={"sliding_window": None})
+NEXT_SHAPES = {"next": NextShape(), "next-mistral": _NEXT_MISTRAL}
 
 
 PI0_SHAPES = {
@@ -75,12 +78,7 @@ INTERNVL_SHAPES = {
         num_kv_heads=1,
         tied=True,
         text={"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
-        vision={
-            "norm_type": "rms_norm",
-            "use_qk_norm": True,
-            "use_mean_pooling": False,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
+        vision={"norm_type": "rms_norm", "use_qk_norm": True, "use_mean_pooling": False, "hidden_act": GELU_TANH},
         tiles=(2, 6),
     ),
 }
@@ -105,22 +103,20 @@ OPENVLA_TOKEN_SHAPES = {
 }
 
 
+_MAKERS: tuple[tuple[Callable[..., Path], Mapping[str, Any]], ...] = (
+    (make_checkpoint, {**SHAPES, **LLAVA_VARIANTS}),
+    (make_llava_next_checkpoint, NEXT_SHAPES),
+    (make_qwen_checkpoint, {**QWEN_SHAPES, **TOOL_SHAPES}),
+    (make_pi0_checkpoint, PI0_SHAPES),
+    (make_pi05_checkpoint, PI05_SHAPES),
+    (make_internvl_checkpoint, INTERNVL_SHAPES),
+    (make_paligemma_checkpoint, PALIGEMMA_SHAPES),
+    (make_openvla_checkpoint, {**OPENVLA_SHAPES, **OPENVLA_TOKEN_SHAPES}),
+)
+
+
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
     folder.mkdir()
-    if name in (shapes := {**QWEN_SHAPES, **TOOL_SHAPES}):
-        make_qwen_checkpoint(folder, shapes[name])
-    elif name in PI0_SHAPES:
-        make_pi0_checkpoint(folder, PI0_SHAPES[name])
-    elif name in PI05_SHAPES:
-        make_pi05_checkpoint(folder, PI05_SHAPES[name])
-    elif name in INTERNVL_SHAPES:
-        make_internvl_checkpoint(folder, INTERNVL_SHAPES[name])
-    elif name in PALIGEMMA_SHAPES:
-        make_paligemma_checkpoint(folder, PALIGEMMA_SHAPES[name])
-    elif name in (openvla := {**OPENVLA_SHAPES, **OPENVLA_TOKEN_SHAPES}):
-        make_openvla_checkpoint(folder, openvla[name])
-    elif name in NEXT_SHAPES:
-        make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
-    else:
-        make_checkpoint(folder, {**SHAPES, **LLAVA_VARIANTS}[name])
+    [(make, shape)] = [(make, shapes[name]) for make, shapes in _MAKERS if name in shapes]
+    make(folder, shape)

@@ -11,41 +11,18 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sinkprune.calibration.commands.calibrate import main as calibrate
-from sinkprune.calibration.commands.evaluate import main as evaluate
-from sinkprune.engines.command import main as build
-from sinkprune.engines.gate.command import main as check
-from sinkprune.export.command import main as export
-from sinkprune.jetson.doctor import main as doctor
-from sinkprune.jetson.replay import main as replay
-from sinkprune.policies.act import main as act
-from sinkprune.runtime.commands.profile import main as profile
-from sinkprune.runtime.commands.run import main as run_
-from sinkprune.serving.command import main as serve
+from sinkprune.command import VERBS
 
 BIN = Path(sys.executable).parent
 """The folder of the installed commands."""
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 """A program that begins with this cannot import PyTorch."""
-
-_ENTRY_POINTS = {
-    "sinkprune-export": export,
-    "sinkprune-build": build,
-    "sinkprune-check": check,
-    "sinkprune-run": run_,
-    "sinkprune-act": act,
-    "sinkprune-profile": profile,
-    "sinkprune-serve": serve,
-    "sinkprune-evaluate": evaluate,
-    "sinkprune-calibrate": calibrate,
-    "sinkprune-doctor": doctor,
-    "sinkprune-replay": replay,
-}
 
 
 def own_process(command: str, *arguments: object) -> list[str]:
@@ -72,7 +49,7 @@ def run(command: str, *arguments: object) -> Outcome:
     """Run a command's entry point to its end."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with redirect_stdout(stdout), redirect_stderr(stderr):
-        code = _ENTRY_POINTS[command]([*map(str, arguments)])
+        code = import_module(VERBS[command.removeprefix("sinkprune-")].module).main([*map(str, arguments)])
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
 
 

@@ -17,9 +17,8 @@ DOCKERFILES = (X86, JETPACK_6, JETPACK_7)
 
 def instructions(path: str) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile in order: the keyword, and the rest with lines joined."""
-    text = (ROOT / path).read_text(encoding="utf-8")
     # A comment may stand between the lines of an instruction.
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [line for line in (ROOT / path).read_text("utf-8").splitlines() if line and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(words[0], words[1]) for words in (line.split(maxsplit=1) for line in joined.splitlines())]
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,17 +56,6 @@ def killed_at_call(number: int, body: Callable[[], None]) -> None:
     body()
 
 
-def shortest(times: int, body: Callable[[], None]) -> float:
-    """Return the shortest time of `body`, in seconds."""
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        body()
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(times))
-
-
 def found(output: Path) -> int | None:
     """Return the version that the next command finds, which must be whole; None if there is none."""
     recover(output, KIND)
@@ -75,7 +65,7 @@ def found(output: Path) -> int | None:
 def main() -> None:
     folder, moments, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     output, randomness = folder / "bundle", random.Random(4)
-    duration, outcomes = shortest(5, lambda: replace(output, 1)), []
+    duration, outcomes = min(timeit.repeat(lambda: replace(output, 1), number=1, repeat=5)), []
     old: int | None = 1
     for number in range(1, count + 1):
         # Sometimes there is no old folder.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.runtime.steps.answer import Answer
-from support.references.reference import largest, text_attention
+from support.references.reference import largest, sanitize_at, text_attention
 
 Array = np.ndarray[Any, Any]
 Asking = Callable[[Array, list[int], list[int]], list[int]]
 Choose = Callable[[Array, Array, int], list[int]]
+Towers = Several[tuple[Array, Array, Array]]
+"""Tokens [N,D], norms and salience [N] of each camera."""
 
 
 @dataclass
@@ -36,15 +40,26 @@ class Sequence:
     both_ways: bool = False
     """Whether each row of the prefill sees all rows of it."""
 
+    @property
+    def cameras(self) -> list[list[int]]:
+        """The visual rows of each camera of a policy."""
+        return self.images or [self.visual]
+
 
 @dataclass
 class Masked:
     """What the torch model gave on the full sequence."""
 
-    logits: Array
-    """[S,vocab] of every row."""
+    hidden: torch.Tensor
+    """[1,S,d] after the last layer."""
+    cache: DynamicCache = field(default_factory=DynamicCache)
+    """Keys and values of every row."""
+    visible: list[torch.Tensor] = field(default_factory=list)
+    """[S] bool: the rows that each layer sees."""
     survivors: dict[int, list[int]] = field(default_factory=dict)
     """After each pruning layer: the rows that later layers see."""
+    logits: Array = field(default_factory=lambda: np.zeros(0))
+    """[S,vocab] of every row."""
 
 
 def every_text_row(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
@@ -87,8 +102,17 @@ def surviving(
 
 
 @torch.no_grad()
-def masked_forward(
-    model: Any,
+def masked_forward(model: Any, *given: Any, **options: Any) -> Masked:
+    """`masked_layers` of a model of transformers, and its logits."""
+    decoder = model.model.language_model
+    result = masked_layers(decoder, *given, **options)
+    result.logits = model.lm_head(decoder.norm(result.hidden))[0].numpy()
+    return result
+
+
+@torch.no_grad()
+def masked_layers(
+    decoder: Any,
     sequence: Sequence,
     budget: str,
     stages: Mapping[int, int | list[int]],
@@ -105,35 +129,33 @@ def masked_forward(
     all are places among the survivors. `choose` gives the places of an image's rows that survive, from their scores,
     hidden states and quota.
     """
-    llama = model.model.language_model
     options = parse_budget(sequence.family, budget)
     prefilled = len(sequence.rows)
     rows = sequence.rows if later is None else np.concatenate([sequence.rows, later])
-    hidden = torch.from_numpy(rows)[None]
     visible = torch.ones(len(rows), dtype=torch.bool)
     positions = _positions(sequence, len(rows) - prefilled)
     causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
     if sequence.both_ways:
         causal[:prefilled, :prefilled] = True
-    result = Masked(np.zeros(0))
-    for number, layer in enumerate(llama.layers):
+    result = Masked(torch.from_numpy(rows)[None])
+    for number, layer in enumerate(decoder.layers):
+        result.visible.append(visible.clone())
         mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
-        tables = llama.rotary_emb(hidden, position_ids=positions[..., None, :])
-        before = hidden
-        hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
+        before = result.hidden
+        tables = decoder.rotary_emb(before, position_ids=positions[..., None, :])
+        hidden = layer(before, attention_mask=mask[None, None], position_embeddings=tables, cache=result.cache)
+        result.hidden = hidden
         if sequence.deepstack is not None and number < len(sequence.deepstack):
             hidden[0, sequence.visual] += torch.from_numpy(sequence.deepstack[number])
         if number in stages:
-            query, key = queries_and_keys(layer, before, tables)
-            images = [sequence.visual] if sequence.images is None else sequence.images
             quota = stages[number]
             result.survivors[number] = surviving(
                 options,
-                (query, key, hidden[0].numpy()),
+                (*queries_and_keys(layer, before, tables), hidden[0].numpy()),
                 np.flatnonzero(visible[:prefilled]).tolist(),
-                images,
+                sequence.cameras,
                 sequence.text,
-                quota if isinstance(quota, list) else [quota] * len(images),
+                quota if isinstance(quota, list) else [quota] * len(sequence.cameras),
                 causal=not sequence.both_ways,
                 asking=asking,
                 choose=choose,
@@ -142,7 +164,6 @@ def masked_forward(
             visible[result.survivors[number]] = True
             if options.positions == "compact":
                 positions = torch.cumsum(visible, 0) - visible.long()
-    result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
     return result
 
 
@@ -199,5 +220,47 @@ def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Arr
 @torch.no_grad()
 def embedded(model: Any, ids: list[int]) -> Array:
     """Rows of the embedding table."""
-    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids, dtype=torch.int64)).numpy()
-    return rows
+    return model.model.language_model.embed_tokens(torch.tensor(ids, dtype=torch.int64)).numpy()
+
+
+@torch.no_grad()
+def camera_rows(
+    towers: Towers,
+    budget: Budget | None,
+    project: Callable[[torch.Tensor], Iterable[Any]],
+    chosen: Iterable[tuple[Array, list[int]]] | None = None,
+    first: int = 0,
+) -> tuple[list[Any], list[int], list[list[int]], list[list[int]]]:
+    """The rows that `project` makes of the tokens that the reference's sanitizer keeps, or of those `chosen`.
+
+    Also their positions, and by camera their places and their tokens. `first` is the place of the first one.
+    """
+    count, rows, positions = len(towers[0][0]), list[Any](), list[int]()
+    cameras, sources = list[list[int]](), list[list[int]]()
+    if chosen is None:
+        every = list(range(count))
+        chosen = [(camera[0], every) if budget is None else sanitize_at(budget, *camera) for camera in towers]
+    for number, (kept, index) in enumerate(chosen):
+        cameras.append([*range(first + len(rows), first + len(rows) + len(index))])
+        rows += [*project(torch.from_numpy(np.array(kept)))]
+        positions += [first + number * count + token for token in index]
+        sources.append(index)
+    return rows, positions, cameras, sources
+
+
+@torch.no_grad()
+def policy_prompt(
+    model: Any, towers: Towers, ids: list[int], family: str, budget: str | None
+) -> tuple[Sequence, list[list[int]]]:
+    """The pictures of a policy's cameras, with the tokens that the sanitizer keeps, and then the prompt's `ids`.
+
+    Also these tokens, by camera. `model` is a PaliGemma of transformers.
+    """
+    options = None if budget is None else parse_budget(family, budget)
+    rows, positions, images, sources = camera_rows(towers, options, model.multi_modal_projector)
+    text = [*range(len(rows), len(rows) + len(ids))]
+    rows += [*model.language_model.embed_tokens(torch.tensor(ids))]
+    positions += [len(towers) * len(towers[0][0]) + place for place in range(len(ids))]
+    visual = [row for image in images for row in image]
+    places = np.array(positions)
+    return Sequence(torch.stack(rows).numpy(), visual, text, places, family, images, both_ways=True), sources

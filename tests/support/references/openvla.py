@@ -1,4 +1,4 @@
-"""OpenVLA-OFT in plain torch, from its description: slow, one picture and one row after the other.
+"""OpenVLA-OFT in plain torch, from its description: slow, one picture after the other, around transformers' Llama.
 
 Written from moojink/openvla-oft (prismatic/extern/hf/modeling_prismatic.py, prismatic/models), which is compared with
 it outside this repository (docs/openvla.md). Dropped tokens are masked, and never removed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,30 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaModel
 
 from sinkprune.contract.budgets import parse_budget
 from support.models.openvla_checkpoints import EMPTY, STOP, TOWER_DEPTH, TOWER_HEADS
-from support.references.masking import Asking, Choose, best_rows, every_text_row, surviving
-from support.references.reference import sanitize_at
+from support.references import masking
+from support.references.masking import Towers, camera_rows
 
 Array = np.ndarray[Any, Any]
 INSTRUCTION = "Pick up the  red cup."
 
 
 @dataclass
-class Rows:
-    """A prompt before the first layer: rows [S,d] and their positions [S]."""
+class Rows(masking.Sequence):
+    """A prompt before the first layer."""
 
-    values: torch.Tensor
-    positions: list[int]
-    cameras: list[list[int]]
-    """The visual rows of each camera."""
-    text: list[int]
-    """The rows of the prompt's text after the pictures."""
-    actions: list[int]
+    actions: list[int] = field(default_factory=list)
     """The rows that become actions."""
-    sources: list[list[int]]
+    sources: list[list[int]] = field(default_factory=list)
     """The tokens of the visual rows, by camera."""
 
-
-@dataclass
-class Masked:
-    """A run of all layers."""
-
-    hidden: torch.Tensor
-    """[S,d] after the last layer."""
-    visible: list[torch.Tensor] = field(default_factory=list)
-    """[S] bool: the rows that each layer sees."""
-    survivors: dict[int, list[int]] = field(default_factory=dict)
+    @property
+    def values(self) -> Array:
+        """[S,d]."""
+        return self.rows
 
 
 class OpenVlaReference:
@@ -60,7 +49,6 @@ class OpenVlaReference:
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
-        self.text = self.config["text_config"]
         self.tensors: dict[str, torch.Tensor] = {}
         for shard in folder.glob("*.safetensors"):
             self.tensors |= load_file(shard)
@@ -73,6 +61,11 @@ class OpenVlaReference:
         self.statistics = json.loads((folder / "dataset_statistics.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.has_head = "action_head.model.fc1.weight" in self.tensors
+        self.decoder = LlamaModel(LlamaConfig(**self.config["text_config"])).eval()
+        llm = "language_model.model."
+        self.decoder.load_state_dict(
+            {name.removeprefix(llm): value for name, value in self.tensors.items() if name.startswith(llm)}
+        )
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -158,7 +151,7 @@ class OpenVlaReference:
     @torch.no_grad()
     def rows(
         self,
-        towers: Sequence[tuple[Array, Array, Array]],
+        towers: Towers,
         instruction: str,
         state: Array | None,
         placeholders: int,
@@ -171,19 +164,9 @@ class OpenVlaReference:
         of each camera that another method keeps, and their places.
         """
         table, ids = self.tensors["language_model.model.embed_tokens.weight"], self.ids(instruction)
-        rows, positions, cameras, sources = [table[ids[0]]], [0], [], []
-        count = len(towers[0][0])
-        for number, (tokens, norms, salience) in enumerate(towers):
-            if chosen is not None:
-                kept, index = chosen[number]
-            elif budget:
-                kept, index = sanitize_at(parse_budget("openvla-oft", budget), tokens, norms, salience)
-            else:
-                kept, index = tokens, [*range(count)]
-            cameras.append([*range(len(rows), len(rows) + len(index))])
-            rows += [*self.projected(torch.from_numpy(kept))]
-            positions += [1 + number * count + token for token in index]
-            sources.append(index)
+        options = parse_budget("openvla-oft", budget) if budget else None
+        seen, positions, cameras, sources = camera_rows(towers, options, self.projected, chosen, first=1)
+        rows, positions = [table[ids[0]], *seen], [0, *positions]
         tail = []
         if state is not None:
             projected = F.gelu(self.linear("proprio_projector.fc1", torch.from_numpy(state).float()))
@@ -192,82 +175,40 @@ class OpenVlaReference:
         tail += [*table[ids[1:]]]
         if self.has_head:
             tail += [*[torch.zeros(table.shape[1])] * placeholders, table[STOP]]
-        first = 1 + len(towers) * count
+        first = 1 + len(towers) * len(towers[0][0])
         positions += [*range(first, first + len(tail))]
-        actions = [text[-1] + place for place in range(placeholders)]
-        return Rows(torch.stack([*rows, *tail]), positions, cameras, text, actions, sources)
-
-    def rms_norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        # transformers' default, because the configuration names none.
-        return x / (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.tensors[f"{name}.weight"]
-
-    def layer(
-        self, number: int, x: torch.Tensor, positions: Sequence[int], visible: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows after a layer, and its rotated queries and keys.
-
-        Every row sees all `visible` rows; without an action head, only those up to its own.
-        """
-        seen = visible.expand(len(x), -1) if self.has_head else visible & torch.ones(len(x), len(x)).tril().bool()
-        name, heads = f"language_model.model.layers.{number}", self.text["num_attention_heads"]
-        normed = self.rms_norm(f"{name}.input_layernorm", x)
-        query, key, value = (
-            self.linear(f"{name}.self_attn.{part}_proj", normed)
-            .reshape(len(x), -1, x.shape[1] // heads)
-            .transpose(0, 1)
-            for part in "qkv"
+        return Rows(
+            torch.stack([*rows, *tail]).numpy(),
+            [row for camera in cameras for row in camera],
+            text,
+            np.array(positions),
+            "openvla-oft",
+            images=cameras,
+            both_ways=self.has_head,
+            actions=[text[-1] + place for place in range(placeholders)],
+            sources=sources,
         )
-        query, key = rotated(query, positions), rotated(key, positions)
-        repeats = heads // len(key)
-        scores = query @ key.repeat_interleave(repeats, dim=0).transpose(1, 2) / query.shape[2] ** 0.5
-        shares = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=2)
-        mixed = (shares @ value.repeat_interleave(repeats, dim=0)).transpose(0, 1).reshape(len(x), -1)
-        x = x + self.linear(f"{name}.self_attn.o_proj", mixed)
-        normed = self.rms_norm(f"{name}.post_attention_layernorm", x)
-        inner = F.silu(self.linear(f"{name}.mlp.gate_proj", normed)) * self.linear(f"{name}.mlp.up_proj", normed)
-        return x + self.linear(f"{name}.mlp.down_proj", inner), query, key
 
-    @torch.no_grad()
     def run(
         self,
         rows: Rows,
         budget: str | None = None,
-        stages: Mapping[int, Sequence[int]] | None = None,
-        asking: Asking = every_text_row,
-        choose: Choose = best_rows,
-    ) -> Masked:
+        stages: Mapping[int, list[int]] | None = None,
+        *rules: Any,
+        **rule: Any,
+    ) -> masking.Masked:
         """All rows through all layers. After a layer of `stages` so many visual rows of each camera stay visible.
 
-        `asking` and `choose` are those of `masking.masked_forward`.
+        `rules` are `asking` and `choose` of `masking.masked_layers`.
         """
-        options = parse_budget("openvla-oft", budget) if budget else None
-        visible, found = torch.ones(len(rows.values), dtype=torch.bool), Masked(rows.values)
-        for number in range(self.text["num_hidden_layers"]):
-            found.visible.append(visible.clone())
-            found.hidden, query, key = self.layer(number, found.hidden, rows.positions, visible)
-            if options is None or stages is None or number not in stages:
-                continue
-            found.survivors[number] = surviving(
-                options,
-                (query.numpy(), key.numpy(), found.hidden.numpy()),
-                np.flatnonzero(visible).tolist(),
-                rows.cameras,
-                rows.actions if options.queries else rows.text,
-                stages[number],
-                causal=not self.has_head,
-                asking=asking,
-                choose=choose,
-            )
-            visible[:] = False
-            visible[found.survivors[number]] = True
-        return found
+        by_actions = budget is not None and parse_budget("openvla-oft", budget).queries
+        asked = replace(rows, text=rows.actions) if by_actions else rows
+        return masking.masked_layers(self.decoder, asked, budget or "prune-80", stages or {}, None, *rules, **rule)
 
     @torch.no_grad()
     def actions(self, hidden: torch.Tensor, chunk: int, dim: int) -> Array:
         """[chunk,dim] of the head. The rows read begin with the lone space, one before the placeholders."""
-        stop = len(hidden) - 1
-        first = stop - chunk * dim - 1
-        rows = self.rms_norm("language_model.model.norm", hidden[first : first + chunk * dim])
+        rows = self.decoder.norm(hidden)[0, -2 - chunk * dim : -2]
         steps, name = [], "action_head.model"
         for step in range(chunk):
             x = torch.cat([*rows[step * dim : (step + 1) * dim]])
@@ -281,36 +222,23 @@ class OpenVlaReference:
         return torch.stack(steps).numpy()
 
     @torch.no_grad()
-    def token_actions(self, rows: Rows, numbers: int, first: Masked) -> tuple[list[int], Array]:
+    def token_actions(self, rows: Rows, numbers: int, first: masking.Masked) -> tuple[list[int], Array]:
         """Greedy tokens after the run `first`, and the numbers [1,numbers] that they are.
 
-        The whole prompt runs again for each token.
-
-        A pruned token is dropped by what the prompt's own run says: earlier rows do not see later ones.
+        In each layer they see the rows that the last row of the prompt sees there, and each other.
         """
         tokens: list[int] = []
-        table = self.tensors["language_model.model.embed_tokens.weight"]
-        dropped = {
-            cut: [row for row in range(len(rows.values)) if row not in left] for cut, left in first.survivors.items()
-        }
-        while len(tokens) < numbers:
-            x = torch.cat([rows.values, table[tokens]])
-            positions = [*rows.positions, *range(rows.positions[-1] + 1, rows.positions[-1] + 1 + len(tokens))]
-            visible = torch.ones(len(x), dtype=torch.bool)
-            for number in range(self.text["num_hidden_layers"]):
-                x = self.layer(number, x, positions, visible)[0]
-                visible[dropped.get(number, [])] = False
-            normed = self.rms_norm("language_model.model.norm", x[-1])
-            tokens.append(int(self.linear("language_model.lm_head", normed).argmax()))
+        x, end = first.hidden[:, -1:], int(rows.positions.max()) + 1
+        while True:
+            tokens.append(int(self.linear("language_model.lm_head", self.decoder.norm(x)).argmax()))
+            if len(tokens) == numbers:
+                break
+            x = self.decoder.embed_tokens(torch.tensor([tokens[-1:]]))
+            tables = self.decoder.rotary_emb(x, position_ids=torch.tensor([[end + len(tokens) - 1]]))
+            for layer, seen in zip(self.decoder.layers, first.visible, strict=True):
+                visible = torch.cat([seen, torch.ones(len(tokens), dtype=torch.bool)])
+                mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+                x = layer(x, attention_mask=mask[None, None, None], position_embeddings=tables, cache=first.cache)
         edges = np.linspace(-1, 1, 256)
         places = [min(max(32000 - token - 1, 0), 254) for token in tokens]
         return tokens, np.array([[(edges[place] + edges[place + 1]) / 2 for place in places]])
-
-
-def rotated(x: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """[H,S,h] with halves rotated by theta 10000."""
-    half = x.shape[2] // 2
-    angles = torch.tensor(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)

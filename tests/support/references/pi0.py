@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, DynamicCache, PI0ForConditionalGeneration
+from transformers import AutoTokenizer, PI0ForConditionalGeneration
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
-from sinkprune.contract.budgets import parse_budget
-from support.references.masking import queries_and_keys, surviving
-from support.references.reference import sanitize_at
+from support.references import masking
 
 Array = np.ndarray[Any, Any]
 INSTRUCTION = "pick up the red cup"
@@ -57,8 +55,7 @@ class Pi0Reference:
     @property
     def side(self) -> int:
         """Pixels along a side of the tower's picture."""
-        side: int = self.model.config.vlm_config.vision_config.image_size
-        return side
+        return self.model.config.vlm_config.vision_config.image_size
 
     def pixels(self, frames: Sequence[Image.Image]) -> torch.Tensor:
         """[cameras,3,side,side]."""
@@ -71,8 +68,7 @@ class Pi0Reference:
         """The prompt's tokens, as PI0Processor writes them."""
         tokens = (self.side // 14) ** 2 * cameras
         text = f"{'<image>' * tokens}{self.tokenizer.bos_token}{instruction}\n"
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
     def prefix_cache(self, frames: Sequence[Image.Image]) -> list[tuple[Array, Array]]:
@@ -114,95 +110,26 @@ class Pi0Reference:
             noise=torch.from_numpy(noise),
             num_steps=steps,
         )
-        found: Array = actions[0].numpy()
-        return found
+        return actions[0].numpy()
 
 
-@dataclass
-class MaskedPrefix:
-    """The full prefix in torch, and which of its rows each layer sees."""
-
-    cache: Any
-    visible: list[torch.Tensor]
-    """[S] bool, by layer."""
-    survivors: dict[int, list[int]]
-    """After each pruning layer: the rows that later layers see."""
-
-
-@dataclass
-class PrefixRows:
-    """The rows of a prefix before the first layer."""
-
-    rows: Array
-    """[S,d]."""
-    positions: Array
-    """[S]."""
-    cameras: list[list[int]]
-    """The visual rows of each camera."""
-    text: list[int]
-
-
-@torch.no_grad()
 def sanitized_rows(
-    reference: Pi0Reference, towers: Sequence[tuple[Array, Array, Array]], budget: str
-) -> tuple[PrefixRows, list[list[int]]]:
-    """The rows that the reference's sanitizer leaves of `towers`: tokens [N,D], norms and salience of each camera.
-
-    Also the token of each row, by camera.
-    """
-    model, options, count = reference.model.model.vlm, parse_budget("pi0", budget), len(towers[0][0])
-    rows: list[Array] = []
-    positions: list[int] = []
-    cameras, sources = [], []
-    for number, (tokens, norms, salience) in enumerate(towers):
-        kept, index = sanitize_at(options, tokens, norms, salience)
-        cameras.append([*range(len(rows), len(rows) + len(index))])
-        rows += [*model.multi_modal_projector(torch.from_numpy(kept)).numpy()]
-        positions += [number * count + token for token in index]
-        sources.append(index)
-    words = reference.ids(0)
-    text = [*range(len(rows), len(rows) + len(words))]
-    rows += [*model.language_model.embed_tokens(torch.tensor(words)).numpy()]
-    positions += [len(towers) * count + place for place in range(len(words))]
-    return PrefixRows(np.array(rows), np.array(positions), cameras, text), sources
+    reference: Pi0Reference, towers: masking.Towers, budget: str
+) -> tuple[masking.Sequence, list[list[int]]]:
+    """The prefix with the rows that the reference's sanitizer leaves of `towers`, and their tokens by camera."""
+    return masking.policy_prompt(reference.model.model.vlm, towers, reference.ids(0), "pi0", budget)
 
 
-@torch.no_grad()
 def masked_prefix(
-    reference: Pi0Reference, prefix: PrefixRows, budget: str, stages: Mapping[int, Sequence[int]]
-) -> MaskedPrefix:
-    """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
-
-    `stages` are the visual rows to keep of each camera by pruning layer.
-    """
-    gemma, options = reference.model.model.vlm.language_model, parse_budget("pi0", budget)
-    hidden, cache = torch.from_numpy(prefix.rows)[None], DynamicCache()
-    visible, result = torch.ones(len(prefix.rows), dtype=torch.bool), MaskedPrefix(cache, [], {})
-    tables = gemma.rotary_emb(hidden, position_ids=torch.from_numpy(prefix.positions)[None])
-    for number, layer in enumerate(gemma.layers):
-        result.visible.append(visible.clone())
-        mask = torch.zeros(1, 1, len(visible), len(visible)).masked_fill(~visible, torch.finfo(torch.float32).min)
-        before = hidden
-        hidden = layer(hidden, attention_mask=mask, position_embeddings=tables, cache=cache)
-        if number in stages:
-            query, key = queries_and_keys(layer, before, tables)
-            result.survivors[number] = surviving(
-                options,
-                (query, key, hidden[0].numpy()),
-                np.flatnonzero(visible).tolist(),
-                prefix.cameras,
-                prefix.text,
-                stages[number],
-                causal=False,
-            )
-            visible[:] = False
-            visible[result.survivors[number]] = True
-    return result
+    reference: Pi0Reference, prefix: masking.Sequence, budget: str, stages: Mapping[int, int | list[int]]
+) -> masking.Masked:
+    """Every row of the prefix through every layer, as `masked_layers` does it."""
+    return masking.masked_layers(reference.model.model.vlm.language_model, prefix, budget, stages)
 
 
 @torch.no_grad()
 def masked_chunk(
-    reference: Pi0Reference, prefix: MaskedPrefix, position: int, state: Array, noise: Array, steps: int
+    reference: Pi0Reference, prefix: masking.Masked, position: int, state: Array, noise: Array, steps: int
 ) -> Array:
     """[chunk,action_dim] of the expert, which sees in each layer the rows that the prefix's layer sees."""
     model, expert = reference.model, reference.model.model.dit
@@ -226,5 +153,4 @@ def masked_chunk(
         prefix.cache.crop(-rows)
         velocity = model.action_out_proj(expert.norm(hidden)[:, 1:])
         actions = actions - velocity / steps
-    found: Array = actions[0].numpy()
-    return found
+    return actions[0].numpy()

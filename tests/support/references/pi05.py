@@ -55,8 +55,7 @@ class Pi05Reference(Pi0Reference):
     def ids(self, cameras: int, instruction: str = "") -> list[int]:
         tokens = (self.side // 14) ** 2 * cameras
         text = f"{'<image>' * tokens}{self.tokenizer.bos_token}{self.text}"
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def linear(self, name: str, x: Array) -> Array:
         """The layer `name` with its bias, if it has one."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import AutoTokenizer
 
 from sinkprune.contract.budgets import parse_budget
 from support.models.pi0_fast_checkpoints import SKIP, cosines
-from support.references.masking import Array, Sequence, embedded, masked_forward
-from support.references.reference import one_stage, sanitize_at
-
-Towers = Several[tuple[Array, Array, Array]]
-"""Tokens [N,D], norms and salience [N] of each camera."""
+from support.references.masking import Array, Sequence, Towers, embedded, masked_forward, policy_prompt
+from support.references.reference import one_stage
 
 
 def prompt_ids(tokenizer: Any, instruction: str, state: Array) -> list[int]:
@@ -28,29 +23,7 @@ def prompt_ids(tokenizer: Any, instruction: str, state: Array) -> list[int]:
 
 def masked_prompt(model: Any, towers: Towers, ids: list[int], budget: str | None) -> tuple[Sequence, list[list[int]]]:
     """The rows of a prompt with the tokens that the sanitizer keeps, and these tokens of each camera."""
-    rows, places, images, sources, count = (
-        list[Array](),
-        list[int](),
-        list[list[int]](),
-        list[list[int]](),
-        len(towers[0][0]),
-    )
-    for number, (tokens, norms, salience) in enumerate(towers):
-        kept, index = tokens, list(range(count))
-        if budget is not None:
-            kept, index = sanitize_at(parse_budget("pi0-fast", budget), tokens, norms, salience)
-        with torch.no_grad():
-            projected = model.model.multi_modal_projector(torch.from_numpy(np.array(kept))).numpy()
-        images.append([*range(len(rows), len(rows) + len(index))])
-        rows += [*projected]
-        places += [number * count + token for token in index]
-        sources.append(index)
-    asking = [*range(len(rows), len(rows) + len(ids))]
-    visual = [row for image in images for row in image]
-    rows += [*embedded(model, ids)]
-    places += [len(towers) * count + place for place in range(len(ids))]
-    given = Sequence(np.stack(rows), visual, asking, np.array(places), "pi0-fast", images=images, both_ways=True)
-    return given, sources
+    return policy_prompt(model.model, towers, ids, "pi0-fast", budget)
 
 
 def tokens_of(model: Any, prompt: Sequence, count: int, most: int, budget: str | None) -> list[int]:
@@ -74,5 +47,4 @@ def actions_of(
     text = fast.decode([tokenizer.vocab_size - 1 - SKIP - token for token in tokens])
     given = np.array([*map(ord, text)], float) + least
     given = np.pad(given, (0, max(0, chunk * width - len(given))))[: chunk * width]
-    actions: Array = np.linalg.solve(cosines(chunk), given.reshape(chunk, width) / scale)
-    return actions
+    return np.linalg.solve(cosines(chunk), given.reshape(chunk, width) / scale)

@@ -79,8 +79,7 @@ def clip_ids(
     inputs = processed(
         pipe.bundle.manifest.family, folder, [question(pieces, ["video"])], (), clips_of(pipe, clip, fps)
     )
-    ids: list[int] = inputs["input_ids"][0].tolist()
-    return ids
+    return inputs["input_ids"][0].tolist()
 
 
 def question(pieces: str | list[str], kinds: Sequence[str]) -> dict[str, Any]:
@@ -138,12 +137,8 @@ def processed(
     processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     pictures = processor.image_processor(**given, return_tensors="pt") if images else {}
-    texts, _ = processor.get_text_with_replacements(
-        [text],
-        [processor.replace_image_token(pictures, each) for each in range(len(images))],
-        [processor.replace_video_token(clips, each) for each in range(len(clips.get("video_metadata", ())))],
-    )
-    ids = tokenizer(texts, return_tensors="pt")
+    seen = len(images), len(clips.get("video_metadata", ()))
+    ids = tokenizer(_replaced(processor, text, pictures, clips, seen), return_tensors="pt")
     return {**ids, "mm_token_type_ids": (ids["input_ids"] == IMAGE_TOKEN).int(), **pictures}
 
 
@@ -161,24 +156,26 @@ def _of_internvl(
     options = {**processor.images_kwargs, "return_tensors": "pt"}
     pictures = processor.image_processor(images, **options) if images else {}
     videos: Sequence[Any] = clips.get("pixel_values_videos", ())
-    texts, _ = processor.get_text_with_replacements(
-        [text],
-        [processor.replace_image_token(pictures, each) for each in range(len(images))],
-        [processor.replace_video_token({"pixel_values_videos": videos}, each) for each in range(len(videos))],
-    )
+    texts = _replaced(processor, text, pictures, {"pixel_values_videos": videos}, (len(images), len(videos)))
     pixels = pictures["pixel_values"] if images else torch.cat([*videos])
     return {**tokenizer(texts, return_tensors="pt"), "pixel_values": pixels}
+
+
+def _replaced(processor: Any, text: str, pictures: Any, clips: Mapping[str, Any], counts: Size) -> list[str]:
+    """The text with as many tokens for each image and clip as it has. `counts` are those of images and of clips."""
+    images = [processor.replace_image_token(pictures, each) for each in range(counts[0])]
+    videos = [processor.replace_video_token(clips, each) for each in range(counts[1])]
+    return processor.get_text_with_replacements([text], images, videos)[0]
 
 
 def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float) -> dict[str, Any]:
     """Return the inputs of transformers' `model` for a question about a clip of `fps` frames a second."""
     ids = torch.tensor([clip_ids(pipe, folder, clip, fps)])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if pipe.bundle.manifest.family == "internvl":
-        [pixels] = clips_of(pipe, clip, fps)["pixel_values_videos"]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+        return {**inputs, "pixel_values": clips_of(pipe, clip, fps)["pixel_values_videos"][0]}
     return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
+        **inputs,
         "mm_token_type_ids": 2 * (ids == VIDEO_TOKEN).int(),
         "pixel_values_videos": torch.from_numpy(pipe.family.inputs(clip)["pixel_values"]).flatten(0, 1),
         "video_grid_thw": torch.tensor([patch_grid(pipe, clip)]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sinkprune.contract.manifest import Tokens
@@ -18,7 +17,16 @@ from sinkprune.export.checkpoint.presets import small_text
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.runtime.text.answer_tokens import AnswerText, Sampler
 from sinkprune.runtime.text.prompt import PromptEncoder
-from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, as_llama, tokenizer
+from support.models.checkpoints import (
+    IMAGE_TOKEN,
+    TEMPLATE,
+    VOCAB,
+    add_specials,
+    as_llama,
+    byte_pairs,
+    byte_tokens,
+    tokenizer,
+)
 from support.models.qwen_checkpoints import qwen_tokenizer
 from support.programs.repository import ROOT
 
@@ -44,9 +52,7 @@ def llama() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """Letters, a few merges, bytes for the rest, and the special tokens of `SPECIALS`."""
-    words = ["unk", "s", "/s"]
-    vocabulary = {f"<{word}>": place for place, word in enumerate(words)}
-    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **byte_tokens(3)}
     letters = "▁abcdefghijklmnopqrstuvwxyz.,?:\n"
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "s"), ("▁", "is"), ("i", "m"), ("im", "a"), ("▁", "▁")]
     for token in [*letters, *(a + b for a, b in merges)]:
@@ -54,13 +60,8 @@ def byte_fallback() -> Tokenizer:
     while len(vocabulary) < IMAGE_TOKEN:
         vocabulary[f"▁filler{len(vocabulary)}"] = len(vocabulary)
     vocabulary["<image>"], vocabulary["<pad>"] = IMAGE_TOKEN, IMAGE_TOKEN + 1
-    backend = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
+    backend = byte_pairs(vocabulary, merges)
+    add_specials(backend, SPECIALS, "<s>")
     return backend
 
 
@@ -109,8 +110,7 @@ class Both:
             tokenize=False,
             add_generation_prompt=True,
         )
-        ids: list[int] = self.theirs(rendered, add_special_tokens=bos)["input_ids"]
-        return ids
+        return self.theirs(rendered, add_special_tokens=bos)["input_ids"]
 
     def found(self, text: str) -> list[int]:
         """Our ids, the image token put back between the halves."""
@@ -136,14 +136,8 @@ class Pairs:
         if (name, template) not in self._made:
             backend, folder = TOKENIZERS[name](), self._new_folder()
             backend.save(str(folder / "tokenizer.json"))
-            theirs = PreTrainedTokenizerFast(
-                tokenizer_object=backend,
-                bos_token="<s>",
-                eos_token="</s>",
-                unk_token="<unk>",
-                pad_token="<pad>",
-                clean_up_tokenization_spaces=False,
-            )
+            roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+            theirs = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
             self._made[name, template] = Both(encoder(folder, template), theirs, template)
         return self._made[name, template]
 
@@ -182,15 +176,13 @@ def answer_encoder(kind: str) -> PromptEncoder:
 
 
 def _llama() -> Tokenizer:
-    pieces = ["<unk>", "<s>", "</s>", "<image>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = ["<unk>", "<s>", "</s>", "<image>", *byte_tokens()]
     pieces += ["▁", *map(chr, range(33, 127)), "re", "d", "▁re", "▁red", "red", '"▁', "▁{", "▁▁"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("r", "e"), ("▁", "re"), ("▁re", "d"), ("re", "d"), ('"', "▁"), ("▁", "{"), ("▁", "▁")]
-    backend = as_llama(
-        Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    )
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in pieces[:4]])
-    return Tokenizer.from_str(json.dumps(json.loads(backend.to_str())))
+    backend = as_llama(byte_pairs(vocabulary, merges))
+    add_specials(backend, pieces[:4])
+    return backend
 
 
 def random_answer(

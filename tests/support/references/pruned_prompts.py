@@ -86,8 +86,7 @@ def _positions(model: Any, pipe: Pipeline, picture: Picture, texts: list[list[in
     ids = torch.tensor([[*texts[0], *chain.from_iterable([*[token] * run_length, *text] for text in texts[1:])]])
     grid = torch.tensor([patch_grid(pipe, picture)])
     options = {"video_grid_thw" if clip else "image_grid_thw": grid, **seconds_per_patch(model, picture)}
-    positions: Array = model.model.get_rope_index(ids, (1 + clip) * (ids == token).int(), **options)[0][:, 0].numpy()
-    return positions
+    return model.model.get_rope_index(ids, (1 + clip) * (ids == token).int(), **options)[0][:, 0].numpy()
 
 
 def seconds_per_patch(model: Any, picture: Picture) -> dict[str, torch.Tensor]:

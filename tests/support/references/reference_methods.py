@@ -19,17 +19,21 @@ Array = np.ndarray[Any, Any]
 Kept = tuple[Array, list[int]]
 
 
+def rows_of(tokens: Array, index: list[int]) -> Kept:
+    """The tokens of an index, in raster order."""
+    index = sorted(index)
+    return tokens[index], index
+
+
 def uniform(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The middle of each of k parts."""
     n = len(tokens)
-    index = [int((part + 0.5) * n / k + 1e-9) for part in range(k)]
-    return tokens[index], index
+    return rows_of(tokens, [int((part + 0.5) * n / k + 1e-9) for part in range(k)])
 
 
 def fastervlm(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The k most salient."""
-    index = sorted(largest(salience, k))
-    return tokens[index], index
+    return rows_of(tokens, largest(salience, k))
 
 
 def divprune(tokens: Array, norms: Array, salience: Array, k: int, *, centring: bool = False) -> Kept:
@@ -40,8 +44,7 @@ def divprune(tokens: Array, norms: Array, salience: Array, k: int, *, centring: 
     closest = [max((similarity[i, j] for j in range(n) if j != i), default=-np.inf) for i in range(n)]
     first = min(range(n), key=lambda i: (closest[i], i))
     others = [i for i in range(n) if i != first]
-    index = sorted([first, *diversity(compared, others, [first], k - 1, 8, preference)])
-    return tokens[index], index
+    return rows_of(tokens, [first, *diversity(compared, others, [first], k - 1, 8, preference)])
 
 
 def dart(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
@@ -53,8 +56,7 @@ def dart(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
         share = len(range(turn, k - len(pivots), len(pivots)))
         free = [i for i in range(len(tokens)) if i not in index]
         index += sorted(free, key=lambda i: (similarity[i, pivot], i))[:share]
-    index = sorted(index)
-    return tokens[index], index
+    return rows_of(tokens, index)
 
 
 def visionzip(
@@ -80,12 +82,7 @@ def visionzip(
     dominant = sorted(usable[i] for i in largest(salience[usable], k - contextual))
     rest = [i for i in usable if i not in dominant]
     targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
-    similarity = cosines(tokens)
-    members: dict[int, list[int]] = {target: [] for target in targets}
-    for i in rest:
-        if targets and i not in targets:
-            # max takes the first of equals
-            members[max(targets, key=lambda target: similarity[i, target])].append(i)
+    members = joined(tokens, [i for i in rest if i not in targets], targets)
     whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
     rows = [whole[i].astype(np.float64) for i in dominant]
     for target in targets:
@@ -94,9 +91,12 @@ def visionzip(
     return np.array(rows).astype(tokens.dtype), [*dominant, *targets]
 
 
-def visionzip_filter(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
-    """VisionZip of what the outliers leave."""
-    return visionzip(tokens, norms, salience, k, filtered=True)
+def joined(tokens: Array, others: list[int], targets: list[int]) -> dict[int, list[int]]:
+    """By target, those of the `others` that are most like it; ties go to the first target."""
+    similarity, members = cosines(tokens), {target: list[int]() for target in targets}
+    for i in others if targets else ():
+        members[max(targets, key=lambda target: similarity[i, target])].append(i)
+    return members
 
 
 def prunesid(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
@@ -126,8 +126,7 @@ def prunesid(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
         index += group[: 1 + share]
         until = end
     index += [i for i in order if i not in index][: k - len(index)]
-    index = sorted(index)
-    return tokens[index], index
+    return rows_of(tokens, index)
 
 
 def components(tokens: Array, count: int) -> Array:
@@ -182,14 +181,9 @@ def vscan(
     rest = [i for i in range(n) if i not in kept]
     kept = sorted(kept + [rest[i] for i in largest(salience[rest], k - len(kept))])
 
-    similarity = cosines(tokens)
-    members = {target: [target] for target in kept}
-    for i in range(n):
-        if i not in members:
-            # max takes the first of equals
-            members[max(kept, key=lambda target: similarity[i, target])].append(i)
+    members = joined(tokens, [i for i in range(n) if i not in kept], kept)
     whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
-    rows = [whole[members[target]].astype(np.float64).mean(axis=0) for target in kept]
+    rows = [whole[[target, *members[target]]].astype(np.float64).mean(axis=0) for target in kept]
     return np.array(rows).astype(tokens.dtype), kept
 
 
@@ -204,11 +198,8 @@ def scope(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
         covered = similarity[index].max(axis=0, initial=0.0)
         products = scaled * np.maximum(similarity - covered, 0).sum(axis=1)
         tolerance = tolerance or 2.0**-16 * np.abs(products).max()
-        free = [i for i in range(len(tokens)) if i not in index]
-        best = max(products[i] for i in free)
-        index.append(next(i for i in free if products[i] >= best - tolerance))
-    index = sorted(index)
-    return tokens[index], index
+        index.append(_first_best(products, index, tolerance))
+    return rows_of(tokens, index)
 
 
 def vispruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
@@ -222,8 +213,7 @@ def vispruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
         nearest = {i: similarity[i, second].max(initial=-np.inf) for i in first}
         dropped = sorted(first, key=lambda i: -nearest[i])[: min(8, len(rest) - wanted)]
         rest = [i for i in rest if i not in dropped]
-    index = sorted(kept + rest)
-    return tokens[index], index
+    return rows_of(tokens, kept + rest)
 
 
 def tops_rows(rows: Array, relevance: Array, k: int) -> list[int]:
@@ -278,7 +268,7 @@ BEFORE_LLM = {
     "divprune+centred": partial(divprune, centring=True),
     "dart": dart,
     "visionzip": visionzip,
-    "visionzip+filter": visionzip_filter,
+    "visionzip+filter": partial(visionzip, filtered=True),
     "sinkpruner-no-text-pruner": no_text_pruner,
     "prunesid": prunesid,
     "scope": scope,
@@ -370,8 +360,7 @@ def cdpruner(
         gain = kernel.diagonal() - explained
         index.append(_first_best(gain, index, 2.0**-18))
         taken += [index[-1]] if gain[index[-1]] > 2.0**-18 else []
-    index = sorted(index)
-    return tokens[index], index
+    return rows_of(tokens, index)
 
 
 def mmtok(tokens: Array, embeddings: Array, question: Array, k: int, *, qwen: bool = False) -> Kept:
@@ -392,8 +381,7 @@ def mmtok(tokens: Array, embeddings: Array, question: Array, k: int, *, qwen: bo
         gain = np.array([coverage([*index, token]) for token in range(len(tokens))]) - coverage(index)
         tolerance = tolerance or gain.max() * 2.0**-16
         index.append(_first_best(gain, index, tolerance))
-    index = sorted(index)
-    return tokens[index], index
+    return rows_of(tokens, index)
 
 
 def _first_best(gain: Array, taken: list[int], tolerance: float) -> int:

@@ -6,28 +6,18 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.answer import Answer
+from support.references.steps import watched
 
 QUESTION = "What is on the table?"
 NEW_TOKENS = 4
 
 
-class Logits(Observer):
-    def __init__(self) -> None:
-        self.all: list[np.ndarray] = []
-
-    def chose(self, token: int, logits: np.ndarray) -> None:
-        self.all.append(np.array(logits, np.float32))
-
-
 def asked(pipeline: Pipeline, photo: Image.Image, **options: object) -> tuple[Answer, list[np.ndarray]]:
     """The answer, and the logits of its tokens."""
-    watched = Logits()
-    answer = pipeline.generate(
-        photo, QUESTION, observer=watched, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options
-    )
-    return answer, watched.all
+    given = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, **options}
+    steps = watched(pipeline, photo, QUESTION, **given)
+    return steps.answer, [np.array(logits, np.float32) for logits in steps.logits]
 
 
 def kept_sets(answer: Answer) -> list[list[int]]:

@@ -53,8 +53,7 @@ def shapes_outside_optimisation_profiles(
     pipeline = Pipeline.load(bundle, wrap=shapes_sent)
     for sizes in prompts:
         images = [size if isinstance(size, Clip) else Image.new("RGB", size, (90, 60, 30)) for size in sizes]
-        plans = [(method, budget) for method, own in bundle.manifest.plans.items() for budget in own]
-        for method, budget in (("sinkpruner", "none"), *plans):
+        for method, budget in _plans(bundle):
             pipeline.generate(images, "What?", method=method, budget=budget, **options)
     return shapes_sent.outside_optimisation_profiles(bundle, Limits(64, NEW_TOKENS, bundle.manifest.max_images))
 
@@ -66,11 +65,15 @@ def policy_shapes_outside_optimisation_profiles(
     shapes_sent = ShapesSent()
     policy = Policy.load(bundle, wrap=shapes_sent)
     state = policy.facts.state_mean or [0.0] * policy.facts.state_dim
-    plans = [(method, budget) for method, own in bundle.manifest.plans.items() for budget in own]
     for cameras, instruction in chunks:
-        for method, budget in (("sinkpruner", "none"), *plans):
+        for method, budget in _plans(bundle):
             policy.act(cameras, instruction, state, method=method, budget=budget, steps=min(2, policy.facts.steps))
     return shapes_sent.outside_optimisation_profiles(bundle, limits)
+
+
+def _plans(bundle: Bundle) -> list[tuple[str, str]]:
+    own = [(method, budget) for method, budgets in bundle.manifest.plans.items() for budget in budgets]
+    return [("sinkpruner", "none"), *own]
 
 
 def _holds(profile: OptimisationProfile, shapes: Shapes) -> bool:

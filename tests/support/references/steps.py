@@ -48,7 +48,7 @@ class Watched(Observer):
         self.prefill = result
 
     def chose(self, token: int, logits: Array) -> None:
-        self.logits.append(logits)
+        self.logits.append(np.array(logits))
 
     def answered(self, answer: Answer) -> None:
         self.answer = answer
@@ -77,21 +77,20 @@ def ask(
 
 def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Array]:
     """Tokens [G,N,D], norms and salience [G,N] that the graph `vision` gives of a picture."""
-    backend, inputs = pipeline.backend, pipeline.family.inputs(picture)
-    given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
-    tokens, norms, salience = (backend.numpy(given[name]) for name in ("tokens", "norms", "salience"))
-    return tokens, norms, salience
+    given = _vision(pipeline, picture)
+    return given["tokens"], given["norms"], given["salience"]
 
 
 def deepstack_output(pipeline: Pipeline, picture: Picture) -> Array | None:
-    """[sets,G,N,d]: the features beside its tokens that the graph `vision` gives of a picture; None where it has
-    none."""
+    """[sets,G,N,d]: the features beside its tokens that the graph `vision` gives of a picture, if it has any."""
+    given = _vision(pipeline, picture)
+    return np.stack(np.split(given["deepstack"], 3, axis=-1)) if "deepstack" in given else None
+
+
+def _vision(pipeline: Pipeline, picture: Picture) -> dict[str, Array]:
     backend, inputs = pipeline.backend, pipeline.family.inputs(picture)
     given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
-    if "deepstack" not in given:
-        return None
-    sets: Array = np.stack(np.split(backend.numpy(given["deepstack"]), 3, axis=-1))
-    return sets
+    return {name: backend.numpy(tensor) for name, tensor in given.items()}
 
 
 def layout_of(family: Family, size: tuple[int, int]) -> VisualLayout:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sinkprune.jetson.host import Library, PythonEnvironment
 
-GIB = 1 << 30
 LIBRARIES = {name: Library("1", None) for name in ("onnxruntime", "tensorrt", "cuda.bindings")}
 PYTHON_OF_JETPACK_6 = PythonEnvironment(
     "3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries=LIBRARIES

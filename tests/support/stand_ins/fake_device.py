@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,8 @@ class FakeDevice:
         self.reads: list[tuple[int, ...]] = []
         """The shapes of what the host has read."""
         self.allocations: dict[int, np.ndarray[Any, Any]] = {}
-        self._queue: list[Callable[[], None]] = []
-        self._recorded: list[Callable[[], None]] | None = None
+        self._queue: list[Callable[[], object]] = []
+        self._recorded: list[Callable[[], object]] | None = None
 
     @property
     def waits(self) -> int:
@@ -53,7 +54,7 @@ class FakeDevice:
     def capturing(self) -> bool:
         return self._recorded is not None
 
-    def enqueue(self, work: Callable[[], None]) -> None:
+    def enqueue(self, work: Callable[[], object]) -> None:
         """What the fake of an engine library does on this device's stream."""
         (self._queue if self._recorded is None else self._recorded).append(work)
 
@@ -77,8 +78,7 @@ class FakeDevice:
 
     def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
         self.calls.append("copy_in")
-        data = array.tobytes()
-        self.enqueue(lambda: ctypes.memmove(address, data, len(data)))
+        self.enqueue(partial(ctypes.memmove, address, array.tobytes(), array.nbytes))
 
     def copy_out(self, array: np.ndarray[Any, Any], address: int) -> None:
         self.calls.append("copy_out")
@@ -88,25 +88,17 @@ class FakeDevice:
 
     def copy(self, destination: int, source: int, size: int) -> None:
         self.calls.append("copy")
-        self.enqueue(lambda: ctypes.memmove(destination, source, size))
+        self.enqueue(partial(ctypes.memmove, destination, source, size))
 
     def copy_lines(self, destination: int, pitch: int, source: int, source_pitch: int, size: int, lines: int) -> None:
         self.calls.append("copy_lines")
-
-        def copy() -> None:
-            for line in range(lines):
-                ctypes.memmove(destination + line * pitch, source + line * source_pitch, size)
-
-        self.enqueue(copy)
+        for line in range(lines):
+            self.enqueue(partial(ctypes.memmove, destination + line * pitch, source + line * source_pitch, size))
 
     def zero_lines(self, destination: int, pitch: int, size: int, lines: int) -> None:
         self.calls.append("zero_lines")
-
-        def zero() -> None:
-            for line in range(lines):
-                ctypes.memset(destination + line * pitch, 0, size)
-
-        self.enqueue(zero)
+        for line in range(lines):
+            self.enqueue(partial(ctypes.memset, destination + line * pitch, 0, size))
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
@@ -129,14 +121,14 @@ class FakeDevice:
         assert self.has_graphs and self._recorded is None
         self._recorded = []
 
-    def end_capture(self) -> list[Callable[[], None]]:
+    def end_capture(self) -> list[Callable[[], object]]:
         self.calls.append("end_capture")
         if self._recorded is None:
             raise BackendError("CUDA refused: nothing is being captured.")
         graph, self._recorded = self._recorded, None
         return graph
 
-    def replay(self, graph: list[Callable[[], None]]) -> None:
+    def replay(self, graph: list[Callable[[], object]]) -> None:
         self.calls.append("replay")
         self._queue.extend(graph)
 

@@ -37,11 +37,8 @@ class FakeKernels:
 
 
 def _compute(launch: Launch) -> None:
-    groups, values = launch.grid[1], [int(value) for value in launch.arguments]
-    if launch.kernel == "top_rho":
-        _top_rho(groups, launch.dtype, *values)
-    else:
-        _diversity(groups, launch.dtype, *values)
+    compute = _top_rho if launch.kernel == "top_rho" else _diversity
+    compute(launch.grid[1], launch.dtype, *(int(value) for value in launch.arguments))
 
 
 def _top_rho(
@@ -56,22 +53,8 @@ def _top_rho(
         mask[top] = 1
 
 
-def _diversity(
-    groups: int,
-    dtype: str,
-    tokens: int,
-    candidate: int,
-    reserved: int,
-    n: int,
-    width: int,
-    reserves: int,
-    count: int,
-    batch: int,
-    first: int,
-    last: int,
-    chosen: int,
-    scratch: int,
-) -> None:
+def _diversity(groups: int, dtype: str, *values: int) -> None:
+    tokens, candidate, reserved, n, width, reserves, count, batch, _first, last, chosen, _scratch = values
     # Only the last phase gives something.
     if last < 2 + -(-count // batch):
         return

@@ -6,6 +6,7 @@ and replays these addresses. It fails where the library would fail or give wrong
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -191,5 +192,4 @@ class CudaRig:
         """Yield how often the device was asked for each thing within the block, when it is left."""
         start, counts = len(self.device.calls), dict[str, int]()
         yield counts
-        for call in self.device.calls[start:]:
-            counts[call] = counts.get(call, 0) + 1
+        counts.update(Counter(self.device.calls[start:]))

@@ -11,7 +11,7 @@ import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +37,10 @@ ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
 LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
 
 
-class TensorIOMode(Enum):
-    INPUT = auto()
-    OUTPUT = auto()
-
-
-class TensorLocation(Enum):
-    DEVICE = auto()
-    HOST = auto()
-
-
-class ExecutionContextAllocationStrategy(Enum):
-    STATIC = auto()
-    USER_MANAGED = auto()
-
-
-class DynamicShapesKernelSpecializationStrategy(Enum):
-    LAZY = auto()
-    EAGER = auto()
-    NONE = auto()
+TensorIOMode = Enum("TensorIOMode", "INPUT OUTPUT")
+TensorLocation = Enum("TensorLocation", "DEVICE HOST")
+ExecutionContextAllocationStrategy = Enum("ExecutionContextAllocationStrategy", "STATIC USER_MANAGED")
+DynamicShapesKernelSpecializationStrategy = Enum("DynamicShapesKernelSpecializationStrategy", "LAZY EAGER NONE")
 
 
 class RuntimeConfig:
@@ -297,9 +282,8 @@ def build_fake_engines(bundle: Bundle, folder: Path, activations: Mapping[str, i
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    types = {"float": "float32", "float16": "float16", "int32": "int32", "int64": "int64", "bool": "bool"}
-    types["uint8"] = "uint8"
-    return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
+    kind = name.removeprefix("tensor(").removesuffix(")")
+    return np.dtype("float32" if kind == "float" else kind)
 
 
 def array_at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx.parser
+from onnx import TensorProto, numpy_helper
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
@@ -51,11 +53,12 @@ def altered(model: Model, alter: Alter, folder: Path) -> Model:
 
 def one_weight(model: onnx.ModelProto) -> None:
     """Negate the largest weight of the largest matrix of floats."""
-    matrix = _largest(model)
-    values = numpy_helper.to_array(matrix).copy()
-    place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
-    values[place] = -values[place]
-    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+
+    def negate(values: np.ndarray) -> None:
+        place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
+        values[place] = -values[place]
+
+    _change_largest(model, negate)
 
 
 def scaled_weights(model: onnx.ModelProto) -> None:
@@ -63,39 +66,28 @@ def scaled_weights(model: onnx.ModelProto) -> None:
 
     A norm after the matrix could hide a change of all of it.
     """
-    _enlarge(model, 2)
 
+    def double(values: np.ndarray) -> None:
+        values[: max(1, len(values) // 2)] *= 2
 
-def much_scaled_weights(model: onnx.ModelProto) -> None:
-    """Multiply half of the same matrix by four."""
-    _enlarge(model, 4)
-
-
-def _enlarge(model: onnx.ModelProto, times: float) -> None:
-    matrix = _largest(model)
-    values = numpy_helper.to_array(matrix).copy()
-    values[: max(1, len(values) // 2)] *= times
-    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+    _change_largest(model, double)
 
 
 def swapped(one: str, other: str) -> Alter:
     """Exchange the values of two outputs."""
 
     def alter(model: onnx.ModelProto) -> None:
-        _replaced(model, one, lambda name: [helper.make_node("Identity", [f"{other}_was"], [name])])
-        _replaced(model, other, lambda name: [helper.make_node("Identity", [f"{one}_was"], [name])])
+        _replaced(model, one, f"x = Identity ({other}_was)")
+        _replaced(model, other, f"x = Identity ({one}_was)")
 
     return alter
 
 
 def scaled(output: str, factor: float) -> Alter:
     """Multiply an output of float32 by `factor`."""
-
-    def alter(model: onnx.ModelProto) -> None:
-        model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), f"{output}_factor"))
-        _replaced(model, output, lambda name: [helper.make_node("Mul", [f"{name}_was", f"{name}_factor"], [name])])
-
-    return alter
+    return lambda model: _replaced(
+        model, output, f"x_factor = Constant <value_float = {factor}> ()", "x = Mul (x_was, x_factor)"
+    )
 
 
 def overflowing(output: str, *, saturating: bool) -> Alter:
@@ -104,50 +96,38 @@ def overflowing(output: str, *, saturating: bool) -> Alter:
     def alter(model: onnx.ModelProto) -> None:
         kind = next(value for value in model.graph.output if value.name == output).type.tensor_type.elem_type
         numbers = {"large": 1e6, "small": 1e-6, "least": -65504.0, "most": 65504.0}
-        for name, number in numbers.items():
-            model.graph.initializer.append(numpy_helper.from_array(np.float32(number), f"{output}_{name}"))
-
-        def through(name: str) -> list[onnx.NodeProto]:
-            at = f"{name}_at"
-            cut = "Clip" if saturating else "Identity"
-            limits = [f"{name}_least", f"{name}_most"] if saturating else []
-            return [
-                helper.make_node("Cast", [f"{name}_was"], [f"{at}_0"], to=TensorProto.FLOAT),
-                helper.make_node("Mul", [f"{at}_0", f"{name}_large"], [f"{at}_1"]),
-                helper.make_node(cut, [f"{at}_1", *limits], [f"{at}_2"]),
-                helper.make_node("Cast", [f"{at}_2"], [f"{at}_3"], to=TensorProto.FLOAT16),
-                helper.make_node("Cast", [f"{at}_3"], [f"{at}_4"], to=TensorProto.FLOAT),
-                helper.make_node("Mul", [f"{at}_4", f"{name}_small"], [f"{at}_5"]),
-                helper.make_node("Cast", [f"{at}_5"], [name], to=kind),
-            ]
-
-        _replaced(model, output, through)
+        _replaced(
+            model,
+            output,
+            *(f"x_{name} = Constant <value_float = {number}> ()" for name, number in numbers.items()),
+            f"x_0 = Cast <to = {TensorProto.FLOAT}> (x_was)",
+            "x_1 = Mul (x_0, x_large)",
+            "x_2 = Clip (x_1, x_least, x_most)" if saturating else "x_2 = Identity (x_1)",
+            f"x_3 = Cast <to = {TensorProto.FLOAT16}> (x_2)",
+            f"x_4 = Cast <to = {TensorProto.FLOAT}> (x_3)",
+            "x_5 = Mul (x_4, x_small)",
+            f"x = Cast <to = {kind}> (x_5)",
+        )
 
     return alter
 
 
 def changed_indices(output: str, operator: str, operand: Sequence[int]) -> Alter:
     """Change the last two indices along the last axis: "Add" to them, or "Gather" them in another order."""
-
-    def alter(model: onnx.ModelProto) -> None:
-        numbers = {"cut": [-2], "zero": [0], "axis": [-1], "end": [1 << 40], "operand": operand}
-        for name, value in numbers.items():
-            model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), f"{output}_{name}"))
-        axis = {"axis": -1} if operator == "Gather" else {}
-
-        def changed(name: str) -> list[onnx.NodeProto]:
-            head = [f"{name}_zero", f"{name}_cut", f"{name}_axis"]
-            tail = [f"{name}_cut", f"{name}_end", f"{name}_axis"]
-            return [
-                helper.make_node("Slice", [f"{name}_was", *head], [f"{name}_head"]),
-                helper.make_node("Slice", [f"{name}_was", *tail], [f"{name}_tail"]),
-                helper.make_node(operator, [f"{name}_tail", f"{name}_operand"], [f"{name}_changed"], **axis),
-                helper.make_node("Concat", [f"{name}_head", f"{name}_changed"], [name], axis=-1),
-            ]
-
-        _replaced(model, output, changed)
-
-    return alter
+    numbers = {"cut": [-2], "zero": [0], "axis": [-1], "end": [1 << 40], "operand": operand}
+    constants = [
+        f"x_{name} = Constant <value_ints = [{', '.join(map(str, value))}]> ()" for name, value in numbers.items()
+    ]
+    axis = "<axis = -1>" if operator == "Gather" else ""
+    return lambda model: _replaced(
+        model,
+        output,
+        *constants,
+        "x_head = Slice (x_was, x_zero, x_cut, x_axis)",
+        "x_tail = Slice (x_was, x_cut, x_end, x_axis)",
+        f"x_changed = {operator} {axis} (x_tail, x_operand)",
+        "x = Concat <axis = -1> (x_head, x_changed)",
+    )
 
 
 def like_outputs(outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
@@ -161,17 +141,20 @@ def like_outputs(outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
     return pairs[-1] if pairs else None
 
 
-def _replaced(model: onnx.ModelProto, output: str, nodes: Callable[[str], list[onnx.NodeProto]]) -> None:
-    """Rename `output` to `output`_was, and append `nodes`, which compute `output` from it."""
+def _replaced(model: onnx.ModelProto, output: str, *lines: str) -> None:
+    """Rename `output` to `output`_was, and compute `output` from it by `lines`, which call it x."""
     for node in model.graph.node:
         for names in (node.input, node.output):
             for place, name in enumerate(names):
                 if name == output:
                     names[place] = f"{output}_was"
-    model.graph.node.extend(nodes(output))
+    model.graph.node.extend(onnx.parser.parse_node(re.sub(r"\bx(?=_|\b)", output, line)) for line in lines)
 
 
-def _largest(model: onnx.ModelProto) -> TensorProto:
+def _change_largest(model: onnx.ModelProto, change: Callable[[np.ndarray], None]) -> None:
     kinds = (TensorProto.FLOAT, TensorProto.FLOAT16)
     floats = [tensor for tensor in model.graph.initializer if tensor.data_type in kinds and len(tensor.dims) > 0]
-    return max(floats, key=lambda tensor: np.prod(tensor.dims))
+    matrix = max(floats, key=lambda tensor: np.prod(tensor.dims))
+    values = numpy_helper.to_array(matrix).copy()
+    change(values)
+    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,22 +103,22 @@ def _interpret(pickled: bytes) -> Memory:
 
 def on(device: Device, kernels: KernelRunner) -> Runner:
     """Return what runs the shipped kernels on a GPU."""
-    return partial(_on_device, device, kernels)
 
+    def run(case: Case) -> Memory:
+        arrays = {name: _array(tensor.clone()) for name, tensor in case.memory.items()}
+        addresses = {name: device.allocate(max(array.nbytes, 1)) for name, array in arrays.items()}
+        try:
+            for name, array in arrays.items():
+                device.copy_in(addresses[name], array)
+            kernels.run(case.launches(addresses, case.sizes, case.dtype), device.stream)
+            for name, array in arrays.items():
+                device.copy_out(array, addresses[name])
+        finally:
+            for address in addresses.values():
+                device.free(address)
+        return {name: torch.from_numpy(array).view(case.memory[name].dtype) for name, array in arrays.items()}
 
-def _on_device(device: Device, kernels: KernelRunner, case: Case) -> Memory:
-    arrays = {name: _array(tensor.clone()) for name, tensor in case.memory.items()}
-    addresses = {name: device.allocate(max(array.nbytes, 1)) for name, array in arrays.items()}
-    try:
-        for name, array in arrays.items():
-            device.copy_in(addresses[name], array)
-        kernels.run(case.launches(addresses, case.sizes, case.dtype), device.stream)
-        for name, array in arrays.items():
-            device.copy_out(array, addresses[name])
-    finally:
-        for address in addresses.values():
-            device.free(address)
-    return {name: torch.from_numpy(array).view(case.memory[name].dtype) for name, array in arrays.items()}
+    return run
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

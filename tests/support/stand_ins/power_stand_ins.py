@@ -188,13 +188,11 @@ from pathlib import Path
 STATE = Path(__file__).with_name("state.json")
 class NVMLError(Exception):
     pass
-class NVMLError_NotSupported(NVMLError):
-    pass
-class NVMLError_NoPermission(NVMLError):
-    pass
-class NVMLError_LibraryNotFound(NVMLError):
-    pass
-_ERRORS = {kind.__name__: kind for kind in NVMLError.__subclasses__()}
+_ERRORS = {
+    name: type(name, (NVMLError,), {})
+    for name in ("NVMLError_NotSupported", "NVMLError_NoPermission", "NVMLError_LibraryNotFound")
+}
+globals().update(_ERRORS)
 def _answer(name):
     found = json.loads(STATE.read_text()).get(name)
     if isinstance(found, str) and found in _ERRORS:
@@ -213,8 +211,7 @@ def nvmlDeviceGetHandleByUUID(uuid):
 def nvmlDeviceGetName(gpu):
     return f"{_answer('name')} {gpu}"
 def nvmlDeviceGetTotalEnergyConsumption(gpu):
-    rate = _answer("milliwatts_counted")
-    return int(rate * time.monotonic())
+    return int(_answer("milliwatts_counted") * time.monotonic())
 def nvmlDeviceGetPowerUsage(gpu):
     return _answer("milliwatts")
 """
