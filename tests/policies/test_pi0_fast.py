@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
-from tests.policies.test_pi05_equals_reference import in_robots_units, normalised
+from tests.policies.test_pi0_equals_reference import in_robots_units, normalised
 
 from sinkprune import Policy
 from sinkprune.contract.errors import CheckpointError, NumericsError, UsageError
