@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,16 @@ def test_cameras_are_in_the_order_of_the_bundle_s_names(cameras: Any, names: str
     assert observation.cameras == tuple(names)
     of_letter = {"t": TOP, "w": WRIST, "e": EMPTY}
     assert observation.camera_names == tuple(of_letter[letter] for letter in names)
+
+
+def test_other_names_of_cameras_are_refused(named: Manifest) -> None:
+    for cameras, said in (
+        ({"left": "l", "right": "r"}, "found the cameras left, right, expected top, wrist, empty_camera_0. Name"),
+        ({"top": "t", "wrist": "w", TOP: "t"}, f"camera '{TOP}' is named twice"),
+        ({0: "t", 1: "w"}, "camera 0 is no name"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            observed(named, cameras, "go", [0.5] * WIDTH)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", ["pick", "pick\n\n", "pick ", "\npick", "pick up\nthe cup", "pick\r\n"])

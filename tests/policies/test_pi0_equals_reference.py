@@ -26,10 +26,9 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.policies import chunk
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.families.policies import state_prompt
-from support.models.pi0_checkpoints import EXPERT
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION, Pi0Reference, frames, masked_chunk, masked_prefix, sanitized_rows
-from support.references.pi05 import Pi05Reference, silu, state_text, time_embedding
+from support.references.pi05 import Pi05Reference, state_text
 from support.references.reference import one_stage
 
 Bundles = Callable[..., Path]
@@ -135,7 +134,7 @@ def test_the_tower_is_that_of_transformers(
     """Norms are of the rows before the last norm layer, salience is what patches receive in the block before last."""
     seen, torch_model = frames(photo, 3), reference(name)
     expected = torch_model.tower(seen)
-    for own, theirs in zip(tower_outputs(policy(name), torch_model, seen), expected, strict=True):
+    for own, theirs in zip(tower_outputs(policy(name), seen), expected, strict=True):
         for mine, other in zip(own, theirs, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-3 * np.abs(other).max())
     inputs = [policy(name)._model.family.inputs(frame)["pixel_values"][0] for frame in seen]
@@ -153,13 +152,7 @@ def test_the_tower_is_that_of_transformers(
     ],
 )
 def test_pruned_chunks_equal_the_reference_with_masked_tokens(
-    name: str,
-    budget: str,
-    cameras: int,
-    dialect: str,
-    policy: Policies,
-    reference: References,
-    photo: Image.Image,
+    name: str, budget: str, cameras: int, dialect: str, policy: Policies, reference: References, photo: Image.Image
 ) -> None:
     """And kept tokens equal those that the reference chooses from the policy's own towers."""
     own, torch_model, seen = policy(name, cameras, dialect), reference(name), frames(photo, cameras)
@@ -167,7 +160,7 @@ def test_pruned_chunks_equal_the_reference_with_masked_tokens(
     report = own.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget)
     if name in PI05_SHAPES:
         torch_model.text = state_text(INSTRUCTION, normalised(own, state))
-    towers = tower_outputs(own, torch_model, seen)
+    towers = tower_outputs(own, seen)
     prefix, sources = sanitized_rows(torch_model, towers, budget)
     count = len(towers[0][0])
     stage = one_stage(parse_budget("pi0", budget), count, SHAPES[name].num_layers)
@@ -187,15 +180,15 @@ def test_pruned_chunks_equal_the_reference_with_masked_tokens(
     np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
-def tower_outputs(
-    policy: Policy, reference: Pi0Reference, seen: list[Image.Image]
-) -> list[tuple[Array, Array, Array]]:
-    """Tokens, norms and salience of each camera, as the policy's tower gives them."""
-    chain = policy._model.chain
-    pixels = reference.pixels(seen).numpy().astype(np.float32)
-    outputs = chain.vision({"pixel_values": chain.backend.tensor(pixels)})
-    tokens, norms, salience = (chain.backend.numpy(outputs[name]) for name in ("tokens", "norms", "salience"))
-    return [*zip(tokens, norms, salience, strict=True)]
+def tower_outputs(policy: Policy, seen: list[Image.Image]) -> list[tuple[Array, Array, Array]]:
+    """Tokens, norms and salience of each camera, as the policy's tower rounds them: some tokens are nearly alike."""
+    chain, found = policy._model.chain, []
+    for frame in seen:
+        given = policy._model.family.inputs(frame)
+        outputs = chain.vision({name: chain.backend.tensor(value) for name, value in given.items()})
+        tokens, norms, salience = (chain.backend.numpy(outputs[name])[0] for name in ("tokens", "norms", "salience"))
+        found.append((tokens.copy(), norms.copy(), salience.copy()))
+    return found
 
 
 def test_held_actions_have_the_time_0_of_their_training(
@@ -250,27 +243,6 @@ def test_the_state_is_written_in_bins(numbers: list[float]) -> None:
 def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     text = state_prompt(facts(2), " pick_up\nthe cup ", np.array([[[0.5, -1.5]]], np.float32))
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
-
-
-def test_scales_shifts_and_gates_equal_the_reference(policy: Policies, reference: References) -> None:
-    """To 1e-6 of the largest, at every step of several numbers of steps."""
-    own, model = policy("pi0.5"), reference("pi0.5")
-    facts = own.facts
-    layers = [f"layers.{layer}." for layer in range(facts.expert.num_layers)]
-    names = [f"{layer}{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
-    for steps in (1, 3, 10):
-        found = list(own._times.inputs(steps))
-        assert len(found) == steps
-        for number, each in enumerate(found):
-            condition = time_embedding(1 - number / steps, facts.expert.hidden_size, 4e-3, 4.0)
-            condition = silu(model.linear("time_mlp_out", silu(model.linear("time_mlp_in", condition))))
-            expected = []
-            for name in [*names, "norm"]:
-                scale, shift, gate = np.split(model.linear(f"{EXPERT}{name}.dense", condition), 3)
-                expected += [1 + scale, shift, gate]
-            assert list(each) == ["modulation"]
-            found_rows = own.backend.numpy(each["modulation"])
-            np.testing.assert_allclose(found_rows[0], np.stack(expected), atol=1e-6 * np.abs(expected).max())
 
 
 def test_each_time_is_computed_once(bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:

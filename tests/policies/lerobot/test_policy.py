@@ -246,31 +246,23 @@ def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
     assert make().engines.costs is None
 
 
-def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != key}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda b: without(b, CLOSE), UsageError, f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map"),
-        (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
-        (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),
-        (lambda b: without(b, "task"), PromptError, "found None as the instruction"),
-        (lambda b: {**b, TABLE: b[TABLE] * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
-        (lambda b: {**b, TABLE: b[TABLE].permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
-        (lambda b: {**b, TABLE: (b[TABLE] * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
-    ],
-)
-def test_other_observations_are_refused(
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-    error: type[Exception],
-    words: str,
-    loaded: Any,
-    batches: Batches,
-) -> None:
-    with pytest.raises(error, match=words):
-        loaded.select_action(change(batches[0]))
+def test_other_observations_are_refused(loaded: Any, batches: Batches) -> None:
+    batch = batches[0]
+    table, two = batch[TABLE], torch.zeros(2, 2)
+    for changed, error, words in (
+        ({CLOSE: None}, UsageError, f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map"),
+        ({"observation.state": batch["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
+        ({"observation.state": two}, UsageError, "1 instruction as 'task' for 2 obs"),
+        ({"observation.state": two, "task": "go"}, ImageError, "has 1 frame, and the"),
+        ({"task": None}, PromptError, "found None as the instruction"),
+        ({TABLE: table * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
+        ({TABLE: table * np.nan}, ImageError, "values from nan"),
+        ({TABLE: table.permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
+        ({TABLE: (table * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
+    ):
+        given = {name: value for name, value in {**batch, **changed}.items() if value is not None}
+        with pytest.raises(error, match=words):
+            loaded.select_action(given)
 
 
 def test_what_a_policy_does_not_do_is_refused(loaded: Any, make: Make, bundle: Bundles, batches: Batches) -> None:
