@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,12 +23,12 @@ from sinkprune.contract.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.media.picture_warnings import picture_facts
 from support.references.masking import Sequence, masked_forward
-from support.references.picture_prompts import reference_inputs
 from support.references.reference import largest
 from support.references.steps import QUESTION, Watched, watched
 from support.references.transformers_runs import attentions
 
 Array = np.ndarray[Any, Any]
+Bundles = Callable[..., Path]
 # 64 tokens; five groups of 64; 56 and 120 tokens
 CASES = {
     "gqa-112": ("retain-192", (200, 150)),
@@ -86,53 +85,39 @@ def assert_layers(found: Any, expected: dict[int, tuple[Array, list[int], list[i
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_transformers_attends_to_without_what_was_dropped(
-    name: str,
-    checkpoint: Callable[[str], Path],
-    bundle: Callable[..., Path],
-    pipeline: Callable[..., Pipeline],
-    model: Callable[[str], Any],
-    photo: Image.Image,
+    name: str, bundle: Bundles, pipeline: Callable[..., Pipeline], model: Callable[[str], Any], photo: Image.Image
 ) -> None:
-    torch_model, pipe, (budget, size) = model(name), pipeline(name), CASES[name]
-    image, cuts = photo.resize(size), read_bundle(bundle(name)).manifest.cut_after
-    inputs = reference_inputs(name, checkpoint(name), [image], QUESTION)
-    with attentions(torch_model) as weights, torch.no_grad():
-        torch_model(**inputs)
-    is_image = inputs["input_ids"][0] == torch_model.config.image_token_id
-    visual = torch.nonzero(is_image)[:, 0].tolist()
-    text = list(range(visual[-1] + 1, len(is_image)))
-    steps = watched(pipe, image, budget="none", max_new_tokens=1)
-    marked = sinks_of(steps, steps.answer.kept.layout.unpruned_rows.tolist())
-    found = observed(bundle(name), image, BASELINE)
-    assert_layers(found, {cut: (weights[cut], visual, text, marked) for cut in cuts})
-    assert (found.rows, found.last_rows) == (len(visual), len(visual))
-    assert found.sink_share == found.last_sink_share == pytest.approx(sum(marked) / len(visual))
-
-    steps = watched(pipe, image, budget=budget, max_new_tokens=1)
-    rows, kept = steps.rows, steps.answer.kept
-    sequence = Sequence(
-        pipe.backend.numpy(rows.hidden)[0],
-        rows.visual.tolist(),
-        rows.text.tolist(),
-        rows.positions.rows if len(rows.positions.rows) > 1 else None,
-        pipe.bundle.manifest.family,
-    )
-    with attentions(torch_model) as weights:
-        masked = masked_forward(torch_model, sequence, budget, kept.schedule.after)
-    source = (kept.index + kept.norms.shape[1] * np.arange(len(kept.index))[:, None]).ravel()
-    sinks = dict(zip(sequence.visual, sinks_of(steps, source.tolist()), strict=True))
-    expected, alive = {}, list(range(rows.length))
-    for layer in cuts:
-        visual = [row for row in alive if row in sinks]
-        expected[layer] = (weights[layer], visual, sequence.text, [sinks[row] for row in visual])
-        alive = masked.survivors.get(layer, alive)
-    found = observed(bundle(name), image, Combination("sinkpruner", budget))
-    assert_layers(found, expected)
-    assert found.rows == len(sinks) < kept.norms.size
+    pipe, (budget, size) = pipeline(name), CASES[name]
+    image, manifest = photo.resize(size), read_bundle(bundle(name)).manifest
+    for combination in (BASELINE, Combination("sinkpruner", budget)):
+        pruned = combination != BASELINE
+        steps = watched(pipe, image, budget=combination.budget, max_new_tokens=1)
+        rows, kept = steps.rows, steps.answer.kept
+        sequence = Sequence(
+            pipe.backend.numpy(rows.hidden)[0],
+            rows.visual.tolist(),
+            rows.text.tolist(),
+            rows.positions.rows if len(rows.positions.rows) > 1 else None,
+            manifest.family,
+        )
+        with attentions(model(name)) as weights:
+            masked = masked_forward(model(name), sequence, budget, kept.schedule.after if pruned else {})
+        source = kept.layout.unpruned_rows
+        if pruned:
+            source = (kept.index + kept.norms.shape[1] * np.arange(len(kept.index))[:, None]).ravel()
+        sinks = dict(zip(sequence.visual, sinks_of(steps, source.tolist()), strict=True))
+        expected, alive = {}, list(range(rows.length))
+        for layer in manifest.cut_after:
+            visual = [row for row in alive if row in sinks]
+            expected[layer] = (weights[layer], visual, sequence.text, [sinks[row] for row in visual])
+            alive = masked.survivors.get(layer, alive)
+        found = observed(bundle(name), image, combination)
+        assert_layers(found, expected)
+        assert (found.rows, found.sink_share) == (len(sinks), pytest.approx(sum(sinks.values()) / len(sinks)))
+        left = [sinks[row] for row in alive if row in sinks]
+        assert (found.last_rows, found.last_sink_share) == (len(left), pytest.approx(sum(left) / len(left)))
     # One row of each group: the average of its sink tokens.
-    assert found.sink_share == pytest.approx(len(kept.index) / len(sinks))
-    left = [sinks[row] for row in alive if row in sinks]
-    assert (found.last_rows, found.last_sink_share) == (len(left), pytest.approx(sum(left) / len(left)))
+    assert sum(sinks.values()) == len(kept.index) and len(sinks) < kept.norms.size
     count = kept.index.shape[1]
     groups = zip(kept.salience, kept.norms, strict=True)
     alone = [len({*largest(s, count)} & {*largest(n, -(-len(n) // 100))}) / count for s, n in groups]

@@ -87,10 +87,10 @@ def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "qwen"])
-def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(name: str, bundle: Bundles) -> None:
+def test_a_graph_loads_each_matrix_once(name: str, bundle: Bundles) -> None:
     read, picture = read_bundle(bundle(name)), Image.fromarray(data.coffee())
-    graphs = WeightGraphs(read, read.manifest.weights, 1)
-    family, graph, folder = load_family(read.manifest), graphs.read("vision"), file_of(read, "vision").parent
+    graph = WeightGraphs(read, read.manifest.weights, 1).read("vision")
+    family, folder = load_family(read.manifest), file_of(read, "vision").parent
     feeds = [dict(family.inputs(picture.resize(size))) for size in ((200, 150), (90, 210))]
     matrices, loaded = linear_layers(graph), list[str]()
 
@@ -100,14 +100,8 @@ def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(nam
         loaded.extend(held)
         return GraphSession(part, 12, folder, 1)
 
-    found = GraphRun(graph, opened, feeds).outputs()
+    GraphRun(graph, opened, feeds).outputs()
     assert sorted(loaded) == sorted(matrices)
-    whole = GraphSession(graphs.read("vision"), 12, folder, 1)
-    for feed, given in zip(feeds, found, strict=True):
-        expected = whole(feed)
-        assert given.keys() == expected.keys()
-        for value, array in expected.items():
-            np.testing.assert_allclose(given[value], array, rtol=1e-3, atol=1e-4 * np.abs(array).max())
 
 
 def test_what_it_costs_is_that_of_the_largest_subgraph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,43 +92,35 @@ def test_pictures_of_one_name_have_maps_of_their_own(
 
 
 def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
-    def refused(*words: object, said: str) -> None:
-        assert_refused(run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words), said)
-
+    images, own, bad = photos / "one", bundle("gqa-112"), tmp_path / "bad.png"
     (tmp_path / "empty").mkdir()
-    refused("--data", tmp_path / "empty", said="holds no picture")
-    (tmp_path / "bad.png").write_text("no picture")
-    refused("--data", tmp_path, said="bad.png")
-    images = "--data", photos / "one"
-    refused(*images, "--heatmaps", tmp_path / "bad.png", said="is no folder")
-    refused(*images, "--heatmaps", tmp_path / "no" / "maps", said="maps")
-    refused(*images, "--heatmaps", bundle("gqa-112") / "maps", said="which is read")
-    # A heat map would be measured by the next command, or take the place of a picture.
-    refused(*images, "--heatmaps", photos / "one", said="holds the pictures. Give --heatmaps another folder.")
-    assert not (bundle("gqa-112") / "maps").exists()
+    bad.write_text("no picture")
+    for given, maps, said in (
+        (tmp_path / "empty", tmp_path / "maps", "holds no picture"),
+        (tmp_path, tmp_path / "maps", "bad.png"),
+        (images, bad, "is no folder"),
+        (images, tmp_path / "no" / "maps", "maps"),
+        (images, own / "maps", "which is read"),
+        # A heat map would be measured by the next command, or take the place of a picture.
+        (images, images, "holds the pictures. Give --heatmaps another folder."),
+    ):
+        assert_refused(run("sinkprune-calibrate", "norms", own, "--data", given, "--heatmaps", maps), said)
+    assert not (own / "maps").exists()
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """Three questions about two photos."""
-    return write_task(tmp_path, [(image, "What is this?") for image in ("a.png", "a.png", "b.png")])
-
-
-def test_each_picture_is_measured_once(
-    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
-) -> None:
-    files = tmp_path / "norms.json", tmp_path / "norms.png"
-    outcome = run(
-        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", task, "--json", files[0], "--plot", files[1]
-    )
-    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(files[1], files[0]))
-    report = json.loads(files[0].read_text())
+def test_each_picture_is_measured_once(bundle: Bundles, tmp_path: Path, pipeline: Callable[..., Pipeline]) -> None:
+    report_file, plot_file = tmp_path / "norms.json", tmp_path / "norms.png"
+    task = write_task(tmp_path, [(image, "What is this?") for image in ("a.png", "a.png", "b.png")])
+    words = ("--data", task, "--json", report_file, "--plot", plot_file)
+    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words)
+    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(plot_file, report_file))
+    report = json.loads(report_file.read_text())
     assert (report["pictures"], report["tokens"]) == (2, 128)
-    assert report["verdict"] in outcome.stdout
     sample, unseen = report["warnings"]
     assert "2 pictures" in sample and "a part of the picture in 2 of 2 cases" in unseen
-    assert sample in outcome.stdout and unseen in outcome.stdout
+    for shown in (report["verdict"], sample, unseen):
+        assert shown in outcome.stdout
     norms = np.concatenate([pipeline("gqa-112").encode(task.parent / name).norms for name in PHOTOS])
     assert report["largest"] == pytest.approx((norms / np.median(norms, axis=1, keepdims=True)).max())
-    with Image.open(files[1]) as plot:
+    with Image.open(plot_file) as plot:
         assert plot.width > 500

@@ -131,19 +131,18 @@ def test_videos_are_files(module: ModuleType, bundle: Callable[..., Path], tmp_p
 
 
 def test_what_a_bundle_cannot_do_is_refused(model: Any) -> None:
-    with pytest.raises(PromptError, match="2 images"):
-        model.generate_until([request(1)])
-    with pytest.raises(PruningError, match="no picture"):
-        model.generate_until([request(2)])
     model.task_dict["own"]["test"].append([b"a frame"])
-    with pytest.raises(ImageError, match=r"question 3 of task 'own'.*type bytes, expected images"):
-        model.generate_until([request(3)])
-    with pytest.raises(UsageError, match="5 beams"):
-        model.generate_until([request(num_beams=5)])
-    with pytest.raises(UsageError, match="generate_until"):
-        model.loglikelihood([])
-    with pytest.raises(UsageError, match="single round"):
-        model.generate_until_multi_round([])
+    for asked, error, said in (
+        (request(1), PromptError, "2 images"),
+        (request(2), PruningError, "no picture"),
+        (request(3), ImageError, r"question 3 of task 'own'.*type bytes, expected images"),
+        (request(num_beams=5), UsageError, "5 beams"),
+    ):
+        with pytest.raises(error, match=said):
+            model.generate_until([asked])
+    for other, said in ((model.loglikelihood, "generate_until"), (model.generate_until_multi_round, "single round")):
+        with pytest.raises(UsageError, match=said):
+            other([])
 
 
 @pytest.mark.harness

@@ -78,9 +78,7 @@ def test_lines_become_questions(folder: Path) -> None:
     [
         (b'{"image": "red.png",', "bad JSON"),
         (b"[" * 100_000, "bad JSON"),
-        (b"[1]", "found [1], expected an object"),
         ({**GOOD, "colour": 1}, "unknown field 'colour'"),
-        ({"image": "red.png", "answer": "yes"}, "missing field 'question'"),
         ({**GOOD, "image": "gone.png"}, "no such file"),
         ({**GOOD, "image": "half.png"}, "damaged or truncated"),
         ({**GOOD, "question": "\ud83d"}, "half of a surrogate pair"),
@@ -89,9 +87,7 @@ def test_lines_become_questions(folder: Path) -> None:
         ({**GOOD, "answer": ["yes", ""]}, "'answer' is ''"),
         ({**GOOD, "answer": "?!"}, "nothing but punctuation"),
         ({**CHOICE, "answer": "D"}, "A to C"),
-        ({**CHOICE, "answer": -1}, "0 to 2"),
         ({**CHOICE, "answer": True}, "found True"),
-        ({**CHOICE, "answer": 1.0}, "found 1.0"),
         ({**CHOICE, "options": ["B", "A"], "answer": "A"}, "letter of one option and the text of another"),
         ({**CHOICE, "options": ["red"], "answer": 0}, "2 to 26"),
         ({**CHOICE, "options": ["red", "red"], "answer": 0}, "two are the same"),
@@ -107,23 +103,20 @@ def test_a_bad_line_is_refused_with_file_and_number(folder: Path, line: Any, sai
 
 
 def test_files_that_are_no_task_are_refused(folder: Path) -> None:
-    (folder / "folder.jsonl").mkdir()
     (folder / "no.txt").touch()
     os.mkfifo(folder / "fifo.jsonl")
     os.mkfifo(folder / "fifo.png")
     for name, said in (
-        (write(folder, b"", b" "), "is empty"),
         (str(folder / "gone.jsonl"), "is missing"),
-        (str(folder / "folder.jsonl"), "is a folder"),
         ("pope", "'pope' is no test set.*scenes"),
-        ("nosuch/", r"'nosuch/' is no test set, and there is no such file or folder\. Give"),
         (str(folder / "no.txt"), r"no\.txt' is no test set\. Give"),
         (str(folder / "fifo.jsonl"), r"fifo\.jsonl' is a FIFO, expected a regular file"),
+        (write(folder, {**GOOD, "image": "fifo.png"}), r"line 1: image '.*fifo\.png' is a FIFO"),
     ):
         with pytest.raises(TaskError, match=said):
             load_task(name)
-    with pytest.raises(TaskError, match=r"line 1: image '.*fifo\.png' is a FIFO"):
-        load_task(write(folder, {**GOOD, "image": "fifo.png"}))
+    with pytest.raises(TaskError, match="is empty"):
+        load_task(write(folder, b"", b" "))
     path = write(folder, GOOD)
     os.truncate(path, TASK_BYTES + 1)
     with pytest.raises(TaskError, match=f"has {TASK_BYTES + 1} bytes, expected at most {TASK_BYTES}"):
@@ -207,14 +200,11 @@ def test_cameras_may_have_names(bundle: Callable[..., Path], moments: Callable[.
     ("line", "said"),
     [
         ([1], "line 2: $: found [1], expected an object. The fields are cameras, instruction, state, id (optional)"),
-        ({**MOMENT, "answer": "yes"}, "line 2: $: unknown field 'answer'"),
-        ({**MOMENT, "cameras": "a.png"}, "line 2: $.cameras: found 'a.png', expected an object or a list"),
         ({**MOMENT, "cameras": ["a.png"]}, "line 2: found 1 camera, and the policy was exported for 2 cameras"),
         ({**MOMENT, "cameras": [None, None]}, "line 2: no camera has a frame"),
         ({**MOMENT, "cameras": ["a.png", "nothing.png"]}, "nothing.png' is no file, expected a frame."),
         ({**MOMENT, "state": [*STATE[1:], True]}, "$.state[4]: found True, expected a number"),
         ('{"cameras": ["a.png", null], "instruction": "go", "state": [1, 2, 3, 4, NaN]}', "line 2: "),
-        ({**MOMENT, "state": [10**400] * 5}, "$.state[0]: found a number of"),
         ({**MOMENT, "state": STATE[1:]}, "line 2: the state has the shape [4], expected 5 numbers"),
     ],
 )
@@ -227,11 +217,6 @@ def test_a_wrong_line_is_refused_with_its_number(
 
 
 def test_other_files_are_refused(manifest: Manifest, moments: Callable[..., Path], tmp_path: Path) -> None:
-    for data, said in (
-        (tmp_path / "scenes", r"expected a file of moments that ends in \.jsonl"),
-        (tmp_path, r"expected a file of moments that ends in \.jsonl"),
-        (tmp_path / "nothing.jsonl", r"nothing\.jsonl"),
-        (moments(""), "is empty, expected one JSON object a line: cameras, instruction, state"),
-    ):
+    for path, said in ((tmp_path, r"expected a file of moments that ends in \.jsonl"), (moments(""), "is empty")):
         with pytest.raises(TaskError, match=said):
-            load_moments(manifest, data)
+            load_moments(manifest, path)

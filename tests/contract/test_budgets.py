@@ -84,10 +84,8 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         ("retain-64+keep-outliers", 576, Counts(0, 0, 64, 64, (110, 74, 42))),
         ("retain-64+no-diversity", 576, Counts(6, 1, 64, 0, (110, 74, 42))),
         ("retain-64+no-sanitizer", 576, Counts(0, 0, 576, 0, (110, 74, 42))),
-        ("retain-64+rho-25", 576, Counts(15, 1, 64, 64, (110, 74, 42))),
         ("retain-64+rho-999", 576, Counts(576, 1, 0, 0, (110, 74, 42))),
         ("retain-64+raster+compact+visual-keys", 576, LLAVA_576["retain-64"]),
-        ("retain-64+from-retain-128", 576, Counts(6, 1, 128, 128, (110, 74, 42))),
         ("retain-64+from-retain-192+no-diversity", 576, Counts(6, 1, 192, 0, (110, 74, 42))),
     ],
 )
@@ -98,15 +96,12 @@ def test_names_resolve_to_counts(name: str, tokens: int, counts: Counts) -> None
     assert parse_budget("llava", "+".join([first, *reversed(options)])).resolve(tokens) == counts
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["compacted", "", "Raster", "retain-32", "rho", "rho-0", "rho-1000", "rho-05", "from-retain-65", "from-"],
-)
-def test_an_unknown_option_is_refused_with_the_known_names(option: str) -> None:
-    with pytest.raises(BudgetError) as caught:
-        parse_budget("llava", f"retain-64+raster+{option}")
-    for known in [f"unknown option '{option}'", f"'retain-64+raster+{option}'", *OPTIONS, "rho-N: N per mille"]:
-        assert known in str(caught.value)
+def test_an_unknown_option_is_refused_with_the_known_names() -> None:
+    for option in ("compacted", "", "Raster", "retain-32", "rho-0", "rho-1000", "rho-05", "from-retain-65", "from-"):
+        with pytest.raises(BudgetError) as caught:
+            parse_budget("llava", f"retain-64+raster+{option}")
+        for known in [f"unknown option '{option}'", f"'retain-64+raster+{option}'", *OPTIONS, "rho-N: N per mille"]:
+            assert known in str(caught.value)
 
 
 def test_prune_layers_of_any_depth_ascend_and_leave_a_layer_behind_them() -> None:

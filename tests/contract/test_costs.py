@@ -140,16 +140,11 @@ def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        *(
-            ({"costs_version": version}, f"have the version {version}, this sinkprune reads 5")
-            for version in (0, 4, 6)
-        ),
+        ({"costs_version": 4}, "have the version 4, this sinkprune reads 5"),
         ({"token_start": [-1]}, "malformed at $.token_start[0]"),
-        ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
         ({"load": 2}, "malformed at $.load"),
         ({"recent": {"first": [-1], "token": []}}, "malformed at $.recent.first[0]"),
         ({"costs_version": True}, "have the version True"),
-        ({"rest": -1}, "malformed at $.rest"),
         ({"rest": "1"}, "malformed at $.rest"),
         ({"decoders": []}, "are of 0 decoder segments"),
         ({"tower": {"constant": 1}}, "malformed at $.tower"),
@@ -163,18 +158,15 @@ def test_other_files_are_rejected(change: Any, said: str, costs: Costs, tmp_path
         path.write_text(change if isinstance(change, str) else json.dumps({**to_json(costs), **change}))
     with pytest.raises(UsageError) as refusal:
         read_costs(path, costs.place)
-    assert said in str(refusal.value) and "Measure them here" in str(refusal.value)
-    # Right in Python and in commands
-    assert "warm_up and write_costs in Python" in str(refusal.value)
-    assert "sinkprune-run --warm-up" in str(refusal.value)
+    assert said in str(refusal.value) and "sinkprune-run --warm-up" in str(refusal.value)
 
 
-@pytest.mark.parametrize("field", list(Place.__dataclass_fields__))
-def test_costs_of_another_place_are_rejected(field: str, costs: Costs, tmp_path: Path) -> None:
+def test_costs_of_another_place_are_rejected(costs: Costs, tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", costs)
-    other = {"cut_after": (1,), "threads": 3}.get(field, "another")
-    with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
-        read_costs(tmp_path / "costs.json", replace(costs.place, **{field: other}))
+    for field in Place.__dataclass_fields__:
+        other = {"cut_after": (1,), "threads": 3}.get(field, "another")
+        with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
+            read_costs(tmp_path / "costs.json", replace(costs.place, **{field: other}))
 
 
 MS = st.floats(0.01, 1e4)
@@ -193,23 +185,6 @@ def measured_budgets(draw: st.DrawFn) -> dict[str, BudgetCosts]:
     drawn = draw(st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3))
     ordered = sorted(drawn, key=lambda each: -each[2])
     return {name: BudgetCosts(*each) for name, each in zip(BUDGETS, ordered, strict=False)}
-
-
-@given(measured_budgets(), st.integers(0, 500), st.integers(0, 500))
-def test_each_text_token_above_the_measured_prompt_costs_as_much(
-    budgets: dict[str, BudgetCosts], measured: int, text: int
-) -> None:
-    costs = replace(COSTS, budgets=budgets, prompt_tokens=measured)
-    ordered = [(own.before_ms, own.step_ms, own.rows or 0.0) for own in budgets.values()]
-    (before, step, rows), (_, least_step, least_rows) = ordered[0], ordered[-1]
-    more = max(text - measured, 0)
-    of_a_row = step / rows if rows == least_rows else max(step - least_step, 0) / (rows - least_rows)
-    found = costs.of_chunk(text, costs.frames)
-    assert list(found) == list(budgets)
-    for name, own in budgets.items():
-        assert found[name].before_ms == pytest.approx(own.before_ms + more * before / rows)
-        assert found[name].step_ms == pytest.approx(own.step_ms + more * of_a_row)
-        assert found[name].rows == own.rows
 
 
 def test_frames_that_are_missing_leave_out_their_share_of_the_visual_rows() -> None:

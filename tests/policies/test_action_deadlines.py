@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +18,9 @@ from sinkprune import Policy, read_action_costs, write_costs
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
 from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place, Prediction
 from sinkprune.deadlines.policy import MARGIN, RequestHistory
-from sinkprune.policies.deadline import FEWEST_STEPS, MEASURED_STEPS, ChunkDeadline, check_costs, measure_costs
+from sinkprune.policies.deadline import FEWEST_STEPS, MEASURED_STEPS, ChunkDeadline, measure_costs
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.profiling.other_load import OtherLoad
-from support.programs.commands import Terminal
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 NAMES = ("none", *BUDGETS)
@@ -48,17 +46,9 @@ def choose(
     spent_ms: float = 0.0,
 ) -> ActionDeadline:
     """The choice of a policy after the chunks of `history`; without it, of one that has run nothing yet."""
-    own = ChunkDeadline(
-        costs,
-        history or RequestHistory(),
-        began=0.0,
-        deadline_ms=deadline_ms,
-        budget=budget,
-        most_steps=most,
-        least_steps=least,
-        frames=costs.frames,
-        now=lambda: spent_ms / 1e3,
-    )
+    given = {"began": 0.0, "budget": budget, "most_steps": most, "least_steps": least, "frames": costs.frames}
+    history = history or RequestHistory()
+    own = ChunkDeadline(costs, history, deadline_ms=deadline_ms, now=lambda: spent_ms / 1e3, **given)
     own.choose(0)
     return own.report([], comparable=False)
 
@@ -121,17 +111,8 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was() -> None:
     costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
     slower = history.slower.first
     for spent, budget, steps in ((10, "none", 10), (60, "none", 5), (300, "prune-77.8", 5)):
-        own = ChunkDeadline(
-            costs,
-            history,
-            began=clock[0],
-            deadline_ms=10.1 + slower * 200,
-            budget="none",
-            most_steps=10,
-            least_steps=5,
-            frames=1,
-            now=lambda: clock[0],
-        )
+        given = {"began": clock[0], "budget": "none", "most_steps": 10, "least_steps": 5, "frames": 1}
+        own = ChunkDeadline(costs, history, deadline_ms=10.1 + slower * 200, now=lambda: clock[0], **given)
         clock[0] += spent / 1e3
         if spent == 60:
             clock[0] += slower * 50 / 1e3 - 0.05
@@ -161,23 +142,6 @@ def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
     return policy
 
 
-def test_a_warm_up_reports_its_progress_if_wanted(
-    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
-    reported, costs = set[tuple[str, str]](), warm.costs
-
-    def report(what: str, done: float, total: float, unit: str) -> None:
-        assert 0 <= done <= total
-        reported.add((what, unit))
-
-    for progress, shown in ((False, False), (report, False), (True, True)):
-        warm.warm_up([photo, None], "go", STATE, budget="prune-88.9", seconds=0, progress=progress)
-        assert ("measuring costs: " in stderr.getvalue()) == shown
-    assert reported == {("measuring costs", "rounds")}
-    warm.costs = costs
-
-
 def act(policy: Policy, photo: Image.Image, **changed: Any) -> ActionReport:
     """A chunk from one camera, within a deadline."""
     options = {"deadline_ms": 60_000, "seed": 1, **changed}
@@ -193,10 +157,8 @@ def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Im
     assert deadline is not None and deadline.met and deadline.can_meet
     assert (deadline.budget, deadline.steps, deadline.deadline_ms) == ("none", warm.facts.steps, 60_000)
     assert in_time.ms["latency"] < deadline.measured_ms
-    assert deadline.reason == "the largest budget that is expected in time with 5 steps or more"
     capped = act(warm, photo, budget="prune-88.9").deadline
-    assert capped is not None
-    assert capped.reason == "the largest budget up to prune-88.9 that is expected in time with 5 steps or more"
+    assert capped is not None and capped.reason.startswith("the largest budget up to prune-88.9 that is expected")
 
 
 def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Image) -> None:
@@ -246,48 +208,38 @@ def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image
     assert act(warm, photo, deadline_ms=1).steps == FEWEST_STEPS
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"cameras": "both"}, DeadlineError, "2 cameras have a frame, and the costs were measured with 1"),
+def test_wrong_deadlines_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"cameras": [photo] * 2}, DeadlineError, "2 cameras have a frame, and the costs were measured with 1"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
         ({"deadline_ms": 0}, UsageError, "deadline_ms is 0, expected milliseconds"),
         ({"deadline_ms": True}, UsageError, "deadline_ms is True"),
         ({"min_steps": 0}, UsageError, "min_steps is 0"),
         ({"min_steps": 4, "steps": 3}, UsageError, "min_steps is 4 and steps 3"),
         ({"min_steps": 4, "deadline_ms": None}, UsageError, "min_steps is for a deadline"),
-    ],
-)
-def test_wrong_deadlines_are_refused_with_a_sentence(
-    changed: dict[str, Any], error: type[Exception], words: str, warm: Policy, photo: Image.Image
-) -> None:
-    if changed.get("cameras") == "both":
-        changed = {**changed, "cameras": [photo, photo]}
-    with pytest.raises(error, match=words):
-        act(warm, photo, **changed)
+    ]
+    for changed, error, words in wrong:
+        with pytest.raises(error, match=words):
+            act(warm, photo, **changed)
 
 
 def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:
     own = Policy(warm.bundle, warm.backend)
-    with pytest.raises(DeadlineError, match=r"costs of chunks on this machine, .* are not known.*policy\.warm_up"):
-        act(own, photo)
-    own.costs = replace(costs_of({"prune-88.9": (1, 1)}, frames=2), place=own.place)
-    with pytest.raises(DeadlineError, match=r"at budget 'none' are not known, but those .* at prune-88.9"):
-        act(own, photo)
-    own.costs = replace(costs_of({"none": (1, 1)}, "fastv", 2), place=own.place)
-    with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
-        act(own, photo)
-    again = r"policy.warm_up\(cameras, instruction, state, method='fastv'\) or sinkprune-act --method fastv --warm-up"
-    with pytest.raises(DeadlineError, match=again):
-        check_costs(costs_of({"none": (1, 1)}), own.bundle.manifest, "fastv", "none", 1)
-    own.costs = replace(costs_of({"none": (2, 1), "prune-50": (1, 1)}), place=own.place)
-    with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
-        act(own, photo)
+    for costs, words in (
+        (None, r"costs of chunks on this machine, .* are not known.*policy\.warm_up"),
+        (costs_of({"prune-88.9": (1, 1)}, frames=2), "at budget 'none' are not known, but those .* at prune-88.9"),
+        (costs_of({"none": (1, 1)}, "fastv", 2), "'sinkpruner' at budget 'none' are not known, but .* 'fastv'"),
+        (costs_of({"none": (2, 1), "prune-50": (1, 1)}), "budget 'prune-50', which the bundle does not have"),
+    ):
+        if costs is not None:
+            own.costs = replace(costs, place=own.place)
+        with pytest.raises(DeadlineError, match=words):
+            act(own, photo)
     own.costs = costs_of({"none": (2, 1)})
     with pytest.raises(UsageError, match=r"^the costs are of another place: their 'config_sha256' is"):
         act(own, photo)
     own.costs = 3  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="costs is 3, expected ActionCosts, as read_action_costs and warm_up return"):
+    with pytest.raises(TypeError, match="costs is 3, expected ActionCosts"):
         act(own, photo)
     with pytest.raises(UsageError, match="seconds is -1"):
         own.warm_up([photo, None], "go", STATE, seconds=-1)
@@ -298,8 +250,9 @@ def test_a_warm_up_keeps_its_costs_for_later_processes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
-    policy, began = Policy(warm.bundle, warm.backend), time.time()
-    costs = policy.warm_up([photo, photo], "go", STATE, seconds=0)
+    policy, began, reported = Policy(warm.bundle, warm.backend), time.time(), set[object]()
+    costs = policy.warm_up([photo, photo], "go", STATE, seconds=0, progress=lambda *each: reported.add(each[0]))
+    assert reported == {"measuring costs"}
     later = Policy.load(warm.bundle.path)
     deadline = act(later, photo).deadline
     assert ActionCosts.cached(policy.place, "sinkpruner") == costs == policy.costs == later.costs
@@ -311,51 +264,46 @@ def test_a_warm_up_keeps_its_costs_for_later_processes(
     assert read_action_costs(tmp_path / "costs.json", policy.place) == costs
 
 
-def chunk_of(budget: str, step_ms: list[float]) -> ActionReport:
-    """A chunk that only measuring costs reads: 7 tokens of text, and 100 or 20 of frames in each layer."""
-    layers = [100, 100] if budget == "none" else [30, 10]
-    return ActionReport(None, True, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
+def measured(
+    patch: pytest.MonkeyPatch, budgets: tuple[str, ...], times: Callable[[str, int], tuple[float, float]]
+) -> tuple[ActionCosts, list[tuple[str, int]]]:
+    """The costs by chunks that move the clock, and the chunks: `times` are ms before the steps and of a step.
+
+    A chunk has 7 tokens of text, and 100 or 20 of frames in each layer. The frames and the tower take any time.
+    """
+    clock, ran = [0.0], list[tuple[str, int]]()
+    patch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
+        clock[0] += 100 * len(ran)
+        tower, (before, step) = clock[0] / 1e3, times(budget, len(ran))
+        clock[0] += before + steps * step
+        ran.append((budget, steps))
+        layers = [100, 100] if budget == "none" else [30, 10]
+        report = ActionReport(None, True, "", budget, steps, 7, 100, layers, {}, [step] * steps, None, ())  # type: ignore[arg-type]
+        return tower, report
+
+    return measure_costs(act, "sinkpruner", budgets, 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None), ran
 
 
 def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk takes 10 and 3 times its number of milliseconds, by a clock that chunks move."""
-    clock, ran = [0.0], list[tuple[str, int]]()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+    def times(budget: str, chunks: int) -> tuple[float, float]:
+        slower = 1000 if chunks < 2 else 1 + chunks // 2
+        return 10.0 * slower, (3.0 if budget == "none" else 1.0) * slower
 
-    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
-        # The frames and the tower take any time.
-        clock[0] += 100 * len(ran)
-        tower, times = clock[0] / 1e3, 1000 if len(ran) < 2 else 1 + len(ran) // 2
-        ran.append((budget, steps))
-        step = [times * (3.0 if budget == "none" else 1.0)] * steps
-        clock[0] += 10 * times + sum(step)
-        return tower, chunk_of(budget, step)
-
-    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None)
+    costs, ran = measured(monkeypatch, ("none", "prune-88.9"), times)
     assert (costs.method, costs.frames, costs.place, costs.prompt_tokens) == ("sinkpruner", 1, PLACE, 7)
-    budgets = costs.budgets
-    assert ran[:4] == [("none", MEASURED_STEPS), ("prune-88.9", MEASURED_STEPS)] * 2
     # Three rounds count, whose chunks take 2, 3 and 4 times as long.
-    assert len(ran) == 8
-    assert budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9), 107)  # type: ignore[arg-type]
-    assert budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3), 27)  # type: ignore[arg-type]
-    assert budgets["none"].chunk_ms(10) == pytest.approx(120)
+    assert ran == [("none", MEASURED_STEPS), ("prune-88.9", MEASURED_STEPS)] * 4
+    assert costs.budgets == {
+        "none": BudgetCosts(pytest.approx(30), pytest.approx(9), 107),  # type: ignore[arg-type]
+        "prune-88.9": BudgetCosts(pytest.approx(30), pytest.approx(3), 27),  # type: ignore[arg-type]
+    }
 
 
 def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load does not make it seem slower than a larger one. Pruning itself may be slower."""
-    clock, ms = [0.0], {"none": (10, 1), "prune-66.7": (30, 5), "prune-80": (25, 7), "prune-88.9": (28, 4)}
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
-
-    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
-        (before, step), tower = ms[budget], clock[0] / 1e3
-        clock[0] += before + steps * step
-        return tower, chunk_of(budget, [float(step)] * steps)
-
-    found = measure_costs(act, "sinkpruner", tuple(ms), 1, MEASURED_STEPS, PLACE, 0.0, lambda *_: None).budgets
-    assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
-        "none": (10, 1),
-        "prune-66.7": (30, 5),
-        "prune-80": (25, 5),
-        "prune-88.9": (25, 4),
-    }
+    ms = {"none": (10.0, 1.0), "prune-66.7": (30.0, 5.0), "prune-80": (25.0, 7.0), "prune-88.9": (28.0, 4.0)}
+    found, _ = measured(monkeypatch, tuple(ms), lambda budget, chunks: ms[budget])
+    costs = [(round(own.before_ms, 6), round(own.step_ms, 6)) for own in found.budgets.values()]
+    assert costs == [(10, 1), (30, 5), (25, 5), (25, 4)]

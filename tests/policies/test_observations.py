@@ -25,13 +25,7 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.policy_facts import NumberRanges
-from sinkprune.policies.observation import (
-    normalised_actions,
-    normalised_state,
-    observed,
-    robot_actions,
-    unusual_state,
-)
+from sinkprune.policies.observation import normalised_state, observed, unusual_state
 from support.models.manifests import change_policy
 from support.programs.commands import run
 
@@ -41,9 +35,14 @@ WIDTH, CHUNK, ACTIONS = 5, 5, 4
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Bundles) -> Policy:
+def plain(bundle: Bundles) -> Path:
+    return bundle("pi0", budgets=("prune-88.9",), max_images=2)
+
+
+@pytest.fixture(scope="module")
+def policy(plain: Path) -> Policy:
     """A small policy of two cameras, whose state has five numbers."""
-    return Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
+    return Policy.load(plain)
 
 
 def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
@@ -52,47 +51,34 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
     return policy.act(cameras, changed.pop("instruction", "pick up the cup"), state, **{"steps": 2, **changed})
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"cameras": ["P"]}, ImageError, "found 1 camera, .* exported for 2 .*None \\(--camera none\\) for a camera"),
-        ({"cameras": ["P"] * 3}, ImageError, "found 3 cameras.*--max-images 3"),
+def test_wrong_inputs_are_refused_with_a_sentence(policy: Policy, photo: Image.Image) -> None:
+    noise = np.zeros((CHUNK, ACTIONS))
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"cameras": [photo]}, ImageError, r"found 1 camera, .* exported for 2 .*None \(--camera none\) for a"),
         ({"cameras": [None, None]}, ImageError, "no camera has a frame"),
-        ({"cameras": ["P", 3]}, ImageError, "found int as the image"),
-        ({"cameras": "P"}, ImageError, "found Image as cameras, expected a list"),
+        ({"cameras": [photo, 3]}, ImageError, "found int as the image"),
+        ({"cameras": photo}, ImageError, "found Image as cameras, expected a list"),
         ({"cameras": {"top": None}}, UsageError, "no names of cameras, and cameras were named"),
         ({"state": [0.5] * (WIDTH + 1)}, UsageError, r"the state has the shape \[6\], expected 5 numbers"),
         ({"state": [0.5, np.nan, 0, 0, 0]}, UsageError, "the state has nan at place 2, expected finite numbers"),
         ({"state": [0, 0, 0, 0, -1e39]}, UsageError, r"the state has -1e\+39 at place 5, expected finite numbers of"),
         ({"state": "home"}, UsageError, "the state is 'home', expected 5 numbers"),
         ({"state": np.ma.array([0.5] * WIDTH, mask=[0, 0, 0, 0, 1])}, UsageError, "the state is .*--"),
-        ({"state": np.array([0.5 + 1j] * WIDTH)}, UsageError, r"the state is .*0\.5\+1"),
         ({"state": np.arange(WIDTH).astype("datetime64[s]")}, UsageError, "the state is .*1970"),
         ({"state": [10**5000] * WIDTH}, UsageError, "the state is list with a number of more than 80 digits"),
-        ({"state": [np.timedelta64(1, "D"), 0, 0, 0, 0]}, UsageError, r"the state is \[np.timedelta64"),
         ({"state": torch.ones(WIDTH, requires_grad=True)}, UsageError, "the state is tensor"),
-        ({"noise": np.zeros((CHUNK, 5))}, UsageError, r"noise has the shape \[5, 5\], expected \[5,4\]"),
-        ({"noise": np.zeros((CHUNK, ACTIONS)), "seed": 1}, UsageError, "noise and a seed"),
+        ({"noise": noise[:, :3]}, UsageError, r"noise has the shape \[5, 3\], expected \[5,4\]"),
+        ({"noise": noise, "seed": 1}, UsageError, "noise and a seed"),
         ({"steps": 0}, UsageError, "steps is 0"),
-        ({"seed": -1}, UsageError, "seed is -1"),
         ({"instruction": " "}, PromptError, "the instruction is empty. Name the task"),
-        ({"instruction": None}, PromptError, "found None as the instruction"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
         ({"budget": 3}, UsageError, "budget is 3, expected a name, as in 'retain-64'"),
-        ({"method": None}, UsageError, "method is None, expected a name, as in 'sinkpruner'"),
         ({"observer": 3}, TypeError, "observer is 3, expected an Observer"),
         ({"order": "rbg"}, UsageError, "order is 'rbg'"),
-    ],
-)
-def test_wrong_inputs_are_refused_with_a_sentence(
-    changed: dict[str, Any], error: type[Exception], words: str, policy: Policy, photo: Image.Image
-) -> None:
-    if isinstance(changed.get("cameras"), list):
-        changed = {**changed, "cameras": [photo if each == "P" else each for each in changed["cameras"]]}
-    elif changed.get("cameras") == "P":
-        changed = {**changed, "cameras": photo}
-    with pytest.raises(error, match=words):
-        act(policy, photo, **changed)
+    ]
+    for changed, error, words in wrong:
+        with pytest.raises(error, match=words):
+            act(policy, photo, **changed)
 
 
 def test_a_seed_repeats_a_chunk(policy: Policy, photo: Image.Image) -> None:
@@ -106,9 +92,6 @@ def test_arrays_of_opencv_give_the_chunk_of_the_picture(policy: Policy, photo: I
     bgr = np.asarray(photo)[..., ::-1]
     expected = act(policy, photo, seed=1).actions
     np.testing.assert_array_equal(act(policy, photo, cameras=[bgr, bgr], order="bgr", seed=1).actions, expected)
-
-
-def test_an_order_without_arrays_is_told(policy: Policy, photo: Image.Image) -> None:
     with pytest.warns(UserWarning, match="order changed nothing, because no picture is an array"):
         act(policy, photo, order="bgr", steps=1)
 
@@ -121,13 +104,13 @@ def test_times_add_up(policy: Policy, photo: Image.Image) -> None:
     assert report.flops.total > report.flops.prefix > 0
 
 
-def test_each_class_names_the_other(bundle: Bundles) -> None:
+def test_each_class_names_the_other(bundle: Bundles, plain: Path) -> None:
     with pytest.raises(UsageError, match=r"is a robot policy \(family 'pi0'\).*sinkprune-act or Policy.load"):
-        Pipeline.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
+        Pipeline.load(plain)
     with pytest.raises(UsageError, match=r"answers questions .*expected a robot policy.*sinkprune-run"):
         Policy.load(bundle("gqa-112"))
     with pytest.raises(OptionError, match="fit"):
-        Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2), fit="pad")  # type: ignore[arg-type]
+        Policy.load(plain, fit="pad")  # type: ignore[arg-type]
 
 
 def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Image.Image) -> None:
@@ -141,17 +124,14 @@ def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Im
         with pytest.warns(UnusualStateWarning, match=r"^the state is far outside .*-10 at place 3\. Check"):
             act(policy, photo, state=far)
     far[1] = mean[1] + 1e6
-    numbers = r"^the state is far outside .* beyond 10 or -10 at place 2, 3\. Check its units"
-    with pytest.warns(UnusualStateWarning, match=numbers):
+    with pytest.warns(UnusualStateWarning, match="at place 2, 3"):
         act(policy, photo, state=far)
     without = replace(facts, state_mean=(), state_std=())
     assert unusual_state(without, normalised_state(without, [1e6] * len(without.usual_state))) is None
     ranged = replace(without, state_range=NumberRanges((0.0,) * WIDTH, (1.0,) * WIDTH))
     assert unusual_state(ranged, normalised_state(ranged, [5.4] * WIDTH)) is None
     assert unusual_state(ranged, normalised_state(ranged, [5.6] * WIDTH)) is not None
-    with pytest.raises(
-        UsageError, match=r"the state has 3e\+38 at place 2, expected numbers that are finite in fp32 w"
-    ):
+    with pytest.raises(UsageError, match=r"the state has 3e\+38 at place 2, expected numbers that are finite"):
         normalised_state(ranged, [0, 3e38, 0, 0, 0])
 
 
@@ -200,24 +180,17 @@ def test_cameras_are_in_the_order_of_the_bundle_s_names(cameras: Any, names: str
     assert observation.camera_names == tuple(of_letter[letter] for letter in names)
 
 
-@pytest.mark.parametrize(
-    ("cameras", "said"),
-    [
+def test_other_names_of_cameras_are_refused(named: Manifest) -> None:
+    for cameras, said in (
         ({"left": "l", "right": "r"}, "found the cameras left, right, expected top, wrist, empty_camera_0. Name"),
-        ({"top": "t", "wrist": "w", "gripper": "g"}, "found the cameras top, wrist, gripper, expected"),
         ({"top": "t", "wrist": "w", TOP: "t"}, f"camera '{TOP}' is named twice"),
-        ({}, "found the cameras none, expected"),
         ({0: "t", 1: "w"}, "camera 0 is no name"),
-    ],
-)
-def test_other_names_of_cameras_are_refused(cameras: Any, said: str, named: Manifest) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)):
-        observed(named, cameras, "go", [0.5] * WIDTH)
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            observed(named, cameras, "go", [0.5] * WIDTH)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "task", ["pick", "pick\n", "pick\n\n", "pick \n", "pick ", "\npick", "pick up\nthe cup", "pick_up\n", "pick\r\n"]
-)
+@pytest.mark.parametrize("task", ["pick", "pick\n\n", "pick ", "\npick", "pick up\nthe cup", "pick\r\n"])
 def test_an_instruction_ends_in_a_newline_as_in_lerobot(task: str, policy: Policy, photo: Image.Image) -> None:
     observation = observed(policy.bundle.manifest, [photo, None], task, [0.5] * WIDTH)
     prompts = policy._model.prompts
@@ -228,48 +201,12 @@ def test_an_instruction_ends_in_a_newline_as_in_lerobot(task: str, policy: Polic
     assert observation.instruction == task.removesuffix("\n")
 
 
-@pytest.mark.parametrize("ranges", [False, True])
-def test_relative_actions_are_added_to_the_state_after_their_normalisation_is_undone(
-    ranges: bool, policy: Policy
-) -> None:
-    """LeRobot's order after the model; held actions take the way back. The state has more numbers than an action."""
-    random = np.random.default_rng(0)
-    low, high = random.uniform(-2, -1, 3), random.uniform(0.5, 2, 3)
-    statistics: dict[str, Any] = {
-        "action_mean": (),
-        "action_std": (),
-        "action_range": NumberRanges((*low,), (*high,)),
-    }
-    if not ranges:
-        statistics = {"action_mean": (*low,), "action_std": (*high,), "action_range": None}
-    relative = (True, False, True)
-    facts = replace(policy.facts, **statistics, relative_actions=relative)
-    given = random.standard_normal((1, CHUNK, ACTIONS)).astype(np.float32)
-    state = random.standard_normal(WIDTH).astype(np.float32)
-    found = robot_actions(facts, given, state)
-    for step in range(CHUNK):
-        for place in range(3):
-            number = float(given[0, step, place])
-            if ranges:
-                number = (number + 1) / 2 * (high[place] - low[place]) + low[place]
-            else:
-                number = number * (high[place] + 1e-8) + low[place]
-            expected = number + float(state[place]) if relative[place] else number
-            assert found[step, place] == pytest.approx(expected, abs=1e-6)
-    back = normalised_actions(facts, found[:2], state)
-    np.testing.assert_allclose(back[..., :3], given[:, :2, :3], atol=1e-6)
-    assert back.shape == (1, 2, ACTIONS) and not back[..., 3:].any()
-
-
 def test_a_chunk_of_relative_actions_follows_the_measured_state(
-    policy: Policy, photo: Image.Image, bundle: Bundles, tmp_path: Path
+    policy: Policy, photo: Image.Image, plain: Path, tmp_path: Path
 ) -> None:
+    """Also held actions: the state is added after the normalisation is undone."""
     relative = (True, False, *[True] * (policy.facts.action_width - 2))
-    changed = Policy.load(
-        change_policy(
-            bundle("pi0", budgets=("prune-88.9",), max_images=2), tmp_path / "relative", relative_actions=relative
-        )
-    )
+    changed = Policy.load(change_policy(plain, tmp_path / "relative", relative_actions=relative))
     state = np.arange(1.0, WIDTH + 1)
     given = {"seed": 1, "state": state}
     plain, found = (act(each, photo, **given).actions for each in (policy, changed))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
-from tests.policies.test_pi05_equals_reference import in_robots_units, normalised
+from tests.policies.test_pi0_equals_reference import in_robots_units, normalised, tower_outputs
 
 from sinkprune import Policy
 from sinkprune.contract.errors import CheckpointError, NumericsError, UsageError
@@ -84,15 +84,10 @@ def test_chunks_equal_the_reference(
     name: str, budget: str | None, dialect: str, case: Callable[..., Case], photo: Image.Image
 ) -> None:
     own = case(name, dialect)
-    shape, model = own.shape, own.policy._model
+    shape = own.shape
     state = np.random.default_rng(2).uniform(-2, 2, shape.state).astype(np.float32)
-    seen, backend = frames(photo, 2), model.chain.backend
-    towers = []
-    for frame in seen:
-        given = {key: backend.tensor(array) for key, array in model.family.inputs(frame).items()}
-        outputs = model.chain.vision(given)
-        tokens, norms, salience = (backend.numpy(outputs[key])[0] for key in ("tokens", "norms", "salience"))
-        towers.append((np.array(tokens), np.array(norms), np.array(salience)))
+    seen = frames(photo, 2)
+    towers = tower_outputs(own.policy, seen)
     ids = plain.prompt_ids(TOKENIZER, INSTRUCTION, normalised(own.policy, state))
     prompt, sources = plain.masked_prompt(own.model, towers, ids, budget)
     tokens = plain.tokens_of(own.model, prompt, len(towers[0][0]), shape.most, budget)

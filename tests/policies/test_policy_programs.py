@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from PIL import Image
 from sinkprune import Policy, PolicyLoop
 from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import CheckpointError, NumericsError, PromptError, UnusualStateWarning, UsageError
+from sinkprune.contract.errors import CheckpointError, NumericsError, UnusualStateWarning, UsageError
 from sinkprune.contract.flops import expert_flops, layer_flops, policy_flops
 from sinkprune.contract.policy_facts import NumberRanges
 from sinkprune.engines.profiles import resolve_limits
@@ -31,7 +30,6 @@ from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_ch
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow
-from support.references.pi05 import state_text
 from support.references.reference import one_stage
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
 
@@ -58,26 +56,21 @@ def frames(photo: Image.Image) -> list[Image.Image]:
     return [photo, photo.rotate(90)]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_what_denoising_alone_can_do_is_rejected(oft: Policy, frames: list[Image.Image]) -> None:
+    state = oft.facts.usual_state
+    for given, said in (
         ({"steps": 4}, "steps is given, and this policy denoises nothing"),
         ({"noise": np.zeros((8, 7))}, "noise is given"),
         ({"held": np.zeros((1, 7))}, "held is given"),
         ({"state": ()}, r"no state was given, expected 8 numbers .* Add it \(--state\)"),
         ({"deadline_ms": 1e4, "min_steps": 2}, "min_steps is 2 and steps 1"),
-    ],
-)
-def test_what_denoising_alone_can_do_is_rejected(
-    given: dict[str, Any], said: str, oft: Policy, frames: list[Image.Image]
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        oft.act(frames, INSTRUCTION, **{"state": oft.facts.usual_state, **given})
-
-
-def test_a_loop_cannot_continue_a_chunk_by_denoising(oft: Policy) -> None:
+    ):
+        with pytest.raises(UsageError, match=said):
+            oft.act(frames, INSTRUCTION, **{"state": state, **given})
     with pytest.raises(UsageError, match=r"join is 'inpaint', .* this policy has none"):
         PolicyLoop(oft, lambda: None, lambda action: None, "go", rate_hz=5, join="inpaint")  # type: ignore[arg-type,return-value]
+    first, second = (oft.act(frames, INSTRUCTION, state, seed=seed).actions for seed in (None, 1))
+    np.testing.assert_array_equal(first, second)
 
 
 def test_rows_of_actions_are_those_of_openvla_oft(source: Checkpoints, tmp_path: Path) -> None:
@@ -86,11 +79,6 @@ def test_rows_of_actions_are_those_of_openvla_oft(source: Checkpoints, tmp_path:
         *("--budgets", "prune-80+action-rows"),
     )
     assert_refused(made, "option 'action-rows' is for policies whose rows become actions")
-
-
-def test_a_chunk_repeats_with_any_seed(oft: Policy, frames: list[Image.Image]) -> None:
-    chunks = [oft.act(frames, INSTRUCTION, oft.facts.usual_state, seed=seed).actions for seed in (None, 1, 2)]
-    assert (chunks[0] == chunks[1]).all() and (chunks[0] == chunks[2]).all()
 
 
 def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: list[Image.Image]) -> None:
@@ -150,9 +138,6 @@ def test_engines_pass_the_gate_and_act_as_the_graphs(
     for budget in ("none", *BUDGETS):
         chunks = [each.act(seen, INSTRUCTION, state, budget=budget, seed=1).actions for each in policies]
         assert abs(chunks[0] - chunks[1]).max() < (1e-3 if name == "pi0.5" else 1e-4)
-    if name == "pi0.5":
-        with pytest.raises(PromptError, match=r"more than the 80 the engines were built for"):
-            policies[0].act(seen, INSTRUCTION * 3, state)
 
 
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
@@ -167,22 +152,17 @@ def test_a_deadline_chooses_a_budget(name: str, source: Checkpoints, frames: lis
     assert chunk.budget in ("none", BUDGETS[0])
 
 
-def test_commands_act_and_profile(source: Checkpoints, photo_file: Path, tmp_path: Path) -> None:
+def test_commands_act_and_profile(source: Checkpoints, photo_file: Path) -> None:
     cameras = ("--camera", photo_file, "--camera", photo_file, "--instruction", INSTRUCTION)
-    refused = run("sinkprune-act", source("openvla-oft"), *cameras)
-    assert_refused(refused, "no state was given, expected 8 numbers")
-    out = tmp_path / "act.json"
-    done = run("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json", out)
+    done = run("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json")
     assert done.code == 0, done.stderr
-    (chunk,) = json.loads(out.read_text())["chunks"]
+    (chunk,) = json.loads(done.stdout)["chunks"]
     assert (len(chunk["actions"]), chunk["steps"]) == (8, 1)
-    options = ("--repeat", 1, "--warmup", 0, "--json", tmp_path / "profile.json")
-    one = ("--camera", photo_file, "--prompt", INSTRUCTION)
-    assert_refused(run("sinkprune-profile", source("openvla"), *one, "--steps", "2", *options), "steps is given")
-    done = run("sinkprune-profile", source("openvla"), *one, *options)
+    options = ("--camera", photo_file, "--prompt", INSTRUCTION, "--repeat", 1, "--warmup", 0, "--json")
+    assert_refused(run("sinkprune-profile", source("openvla"), "--steps", "2", *options), "steps is given")
+    done = run("sinkprune-profile", source("openvla"), *options)
     assert done.code == 0, done.stderr
-    report = json.loads((tmp_path / "profile.json").read_text())
-    assert re.search(r"1\s+step|1 step|denoising", done.stdout) and set(report["budgets"]) == {"none", *BUDGETS}
+    assert set(json.loads(done.stdout)["budgets"]) == {"none", *BUDGETS}
 
 
 def test_an_action_that_ends_early_is_an_error(source: Checkpoints, photo: Image.Image) -> None:
@@ -207,8 +187,8 @@ def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) 
     rows = [report.prompt_tokens + count for count in report.tokens_per_layer]
     # 8 actions of 7 rows: a layer of 7 widths, two of one, and one to 7 numbers. The state: 8 numbers to a row.
     head = 2 * (8 * (7 * 64 * 64 + 2 * 64 * 64 + 64 * 7) + 8 * 64 + 64 * 64)
-    assert policy_flops(manifest, rows) == (sum(layer_flops(manifest.language_model, one) for one in rows), head)
-    assert (report.flops.expert, report.flops.prefix) == (head, policy_flops(manifest, rows)[0])
+    layers = sum(layer_flops(manifest.language_model, one) for one in rows)
+    assert policy_flops(manifest, rows) == (report.flops.prefix, report.flops.expert) == (layers, head)
 
 
 def test_flops_of_pi05_are_those_of_the_matrices(source: Checkpoints) -> None:
@@ -227,19 +207,15 @@ def test_flops_of_pi05_are_those_of_the_matrices(source: Checkpoints) -> None:
     assert expert_flops(facts, cached) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "most"), [({"precision": "fp16", "dialect": "opset20"}, 0.1), ({"weights": "int4"}, 2.0)]
-)
+@pytest.mark.parametrize("options", [{"precision": "fp16", "dialect": "opset20"}, {"weights": "int4"}])
 def test_every_form_of_weights_acts(
-    options: dict[str, Any], most: float, oft: Policy, bundle: Callable[..., Path], frames: list[Image.Image]
+    options: dict[str, Any], oft: Policy, bundle: Callable[..., Path], frames: list[Image.Image]
 ) -> None:
     """Rounding moves the chunk of random weights, and turns it into no other."""
     other = Policy.load(bundle("openvla-oft", budgets=BUDGETS, max_images=2, **options))
     exact, found = (each.act(frames, INSTRUCTION, oft.facts.usual_state).actions for each in (oft, other))
-    assert (
-        0 < abs(exact - found).mean() < most * abs(exact).mean() / 2
-        and np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.7
-    )
+    assert 0 < abs(exact - found).mean() < (1.0 if "weights" in options else 0.05) * abs(exact).mean()
+    assert np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.7
 
 
 def test_lerobots_form_gives_the_same_chunks(
@@ -263,26 +239,12 @@ def test_lerobots_form_gives_the_same_chunks(
     export_bundle(ExportRequest(str(folder), budgets=BUDGETS), tmp_path / "bundle")
     lerobot, other = Policy.load(tmp_path / "bundle"), Policy.load(source("pi0.5"))
     assert lerobot.bundle.manifest.family == "pi0.5" and lerobot.facts.most_prompt_tokens == 200
-    assert (
-        resolve_limits(lerobot.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None).prompt_tokens == 200
-    )
-    ranges = zip(vars_of(lerobot), vars_of(other), strict=True)
-    assert all(own == pytest.approx(theirs) for own, theirs in ranges)
+    own, theirs = lerobot.facts.state_range, other.facts.state_range
+    assert own is not None and theirs is not None
+    assert (*own.low, *own.high) == pytest.approx((*theirs.low, *theirs.high))
     frames = [photo.resize((112, 112)), photo.crop((30, 40, 142, 152))]
     chunks = [one.act(frames, INSTRUCTION, STATE, seed=1, budget=BUDGETS[0]) for one in (lerobot, other)]
     np.testing.assert_allclose(chunks[0].actions, chunks[1].actions, atol=1e-6)
-    # The small tokenizer has one token for each byte of this text, and BOS.
-    text = state_text("a" * 170, [0.0] * 5)
-    with pytest.raises(
-        PromptError, match=f"{len(text) + 1} text tokens .* more than the 200 of the policy's training"
-    ):
-        lerobot.act(frames, "a" * 170, [(low + high) / 2 for low, high in zip(*vars_of(lerobot), strict=True)])
-
-
-def vars_of(policy: Policy) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    ranges = policy.facts.state_range
-    assert ranges is not None
-    return ranges.low, ranges.high
 
 
 def test_weights_of_pi0_are_rejected(
@@ -297,7 +259,6 @@ def test_weights_of_pi0_are_rejected(
         assert open_source(ExportRequest(str(folder))).max_images == 3
 
 
-PRESET_BUDGETS = tuple(FAMILIES["pi0"].budgets)
 TOKENS, CAMERAS, LAYERS = 256, 3, 18
 
 
@@ -319,20 +280,15 @@ def narrow(config: Any) -> Any:
     return config
 
 
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+@pytest.mark.parametrize("budget", ["none", "prune-77.8"])
+def test_a_preset_acts(budget: str, photo: Image.Image, tmp_path: Path) -> None:
     """The narrow preset, exported with random weights for three cameras."""
-    folder = tmp_path_factory.mktemp("preset")
-    (folder / "config.json").write_text(json.dumps(narrow(PRESETS["pi0"])))
-    done = run("sinkprune-export", folder, "--random-weights", "--max-images", CAMERAS, "-o", folder / "policy")
+    (tmp_path / "config.json").write_text(json.dumps(narrow(PRESETS["pi0"])))
+    options = ("--max-images", CAMERAS, "--budgets", "prune-77.8", "-o", tmp_path / "policy")
+    done = run("sinkprune-export", tmp_path, "--random-weights", *options)
     assert done.code == 0, done.stderr
-    return Policy.load(folder / "policy")
-
-
-@pytest.mark.parametrize("budget", ["none", *PRESET_BUDGETS])
-def test_a_preset_acts(budget: str, preset: Policy, photo: Image.Image) -> None:
     cameras = [photo, photo.rotate(90), photo.crop((0, 0, 90, 50))]
-    report = preset.act(cameras, "pick up the cup", [0.1] * 32, budget=budget, seed=0)
+    report = Policy.load(tmp_path / "policy").act(cameras, INSTRUCTION, [0.1] * 32, budget=budget, seed=0)
     assert report.actions.shape == (50, 32) and np.isfinite(report.actions).all()
     assert (report.visual_tokens, report.steps) == (CAMERAS * TOKENS, 10)
     # A quota for each camera: what one camera's tokens become, three times (docs/policies.md).
@@ -341,26 +297,20 @@ def test_a_preset_acts(budget: str, preset: Policy, photo: Image.Image) -> None:
         shares = FAMILIES["pi0"].budgets[budget]
         ((cut, left),) = one_stage(shares, TOKENS, LAYERS).items()
         stages = [shares.resolve(TOKENS).kept, left]
-    expected = [stages[layer > cut] for layer in range(LAYERS)]
-    assert report.tokens_per_layer == [CAMERAS * count for count in expected]
-    for kept in report.images:
-        assert kept.index.size == stages[0]
-        assert [rows.size for rows in kept.after_stage.values()] == (stages[1:] if budget != "none" else [])
+    assert report.tokens_per_layer == [CAMERAS * stages[layer > cut] for layer in range(LAYERS)]
+    assert {kept.index.size for kept in report.images} == {stages[0]}
 
 
-@pytest.mark.parametrize("image", [400, 399])
-def test_the_tokenizer_of_random_weights_has_the_image_token(image: int) -> None:
-    """As the token after the vocabulary, and inside it."""
+def test_the_tokenizer_of_random_weights_has_the_image_token() -> None:
+    """As the token after the vocabulary, and inside it, and not in the place of another."""
     config = narrow(PRESETS["pi0"])
-    config["vlm_config"]["image_token_id"] = image
-    family = read_family("narrow", config)
-    made = json.loads(small_text(400, family.special_tokens, family.chat_template).tokenizer_json)
-    added = {token["id"]: token["content"] for token in made["added_tokens"]}
-    assert added == {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", image: "<image>"}
-
-
-def test_an_image_token_in_the_place_of_another_is_refused() -> None:
-    config = narrow(PRESETS["pi0"])
-    config["vlm_config"]["image_token_id"] = 2
-    with pytest.raises(CheckpointError, match="expected 5 different ones below 400"):
-        read_family("narrow", config).special_tokens  # noqa: B018
+    for image in (400, 399, 2):
+        config["vlm_config"]["image_token_id"] = image
+        family = read_family("narrow", config)
+        if image == 2:
+            with pytest.raises(CheckpointError, match="expected 5 different ones below 400"):
+                family.special_tokens  # noqa: B018
+            continue
+        made = json.loads(small_text(400, family.special_tokens, family.chat_template).tokenizer_json)
+        added = {token["id"]: token["content"] for token in made["added_tokens"]}
+        assert added == {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", image: "<image>"}

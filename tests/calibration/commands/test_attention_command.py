@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import ActionReport, Pipeline, Policy
+from sinkprune import Pipeline, Policy
 from sinkprune.calibration.attention import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination
@@ -56,28 +56,22 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
     assert (report["questions"], report["pictures"], report["outlier_per_mille"]) == (3, 2, 10)
     sample, unseen = report["warnings"]
     assert "2 pictures" in sample and "a part of the picture in 3 of 3 questions" in unseen
-    assert [*report["methods"]] == ["sinkpruner"] and [*report["methods"]["sinkpruner"]] == [
-        "retain-192",
-        "retain-64",
-    ]
+    assert [*report["methods"]["sinkpruner"]] == ["retain-192", "retain-64"]
     watch = AttentionObserver()
     pipeline = Pipeline.load(bundle("gqa-112"), wrap=watch.wrap)
     pruned = Combination("sinkpruner", "retain-64")
     for pair, told in ((BASELINE, report["none"]), (pruned, report["methods"]["sinkpruner"]["retain-64"])):
         seen = [observe(pipeline, watch, item, pair) for item in load_task(str(questions))]
-        assert told["rows"] == seen[0].rows
-        assert told["sink_share"]["mean"] == pytest.approx(sum(s.sink_share for s in seen) / 3)
-        assert told["salience_alone"]["mean"] == pytest.approx(sum(s.salience_alone for s in seen) / 3)
-        assert told["layers"].keys() == {"1", "4"}
+        assert (told["rows"], told["layers"].keys()) == (seen[0].rows, {"1", "4"})
         for layer, means in told["layers"].items():
             own = [s.layers[layer] for s in seen]
+            assert means["rows"] == own[0].rows
+            assert f"{means['entropy']['mean']:.3f}" in outcome.stdout
             for name in ("entropy", "entropy_of_mean", "sink_attention", "sink_share"):
                 low, high = means[name]["ci95"]
                 mean = sum(getattr(s, name) for s in own) / 3
                 assert means[name]["mean"] == pytest.approx(mean)
                 assert low <= mean + 1e-9 and mean <= high + 1e-9
-            assert means["rows"] == own[0].rows
-            assert f"{means['entropy']['mean']:.3f}" in outcome.stdout
     with Image.open(files[1]) as plot:
         assert plot.width > 500
 
@@ -104,66 +98,50 @@ def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_facto
     return root
 
 
-def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[ActionReport]:
-    """What the policy does at each moment."""
-    found = []
-    for names, words in MOMENTS:
-        cameras = [None if name is None else folder / name for name in names]
-        found.append(policy.act(cameras, words, STATE, method=method, budget=budget, steps=1))
-    return found
-
-
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
     """`random` keeps the sink token of one camera and not of another, so a camera that is left out shows."""
     options = ("--methods", "sinkpruner,random", "--budgets", "prune-66.7", "--json")
     outcome = run(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
     assert outcome.code == 0, outcome.stderr
-    found = json.loads(outcome.stdout)
+    found, policy = json.loads(outcome.stdout), Policy.load(folder / "bundle")
     assert (found["questions"], found["pictures"], found["outlier_per_mille"]) == (4, 3, 10)
-    policy = Policy.load(folder / "bundle")
-    for method, budget, run_means in (
+    for method, budget, means in (
         ("sinkpruner", "none", found["none"]),
         *((method, "prune-66.7", found["methods"][method]["prune-66.7"]) for method in ("sinkpruner", "random")),
     ):
-        shares, rows, alone, last, unequal = [], [], [], [], False
-        reports = acted(policy, folder, method, budget)
-        for report in reports:
-            marked, survived, salient = [], [], []
-            for kept in report.images:
-                # One token of 64 is a sink token: that of the largest norm.
-                own = kept.index.ravel() == np.argmax(kept.norms[0])
-                marked += own.tolist()
+        shares, tokens, unequal = [], [], False
+        for names, words in MOMENTS:
+            cameras = [None if name is None else folder / name for name in names]
+            report = policy.act(cameras, words, STATE, method=method, budget=budget, steps=1)
+            # One token of 64 is a sink token: that of the largest norm.
+            marked = [kept.index.ravel() == np.argmax(kept.norms[0]) for kept in report.images]
+            survived, salient = [], []
+            for kept, own in zip(report.images, marked, strict=True):
                 stages = kept.after_stage
-                survived += own[stages[max(stages)]].tolist() if stages else own.tolist()
+                survived.append(own[stages[max(stages)]] if stages else own)
                 top = np.argsort(-kept.salience[0], kind="stable")[: kept.index.size]
-                salient += (top == int(np.argmax(kept.norms[0]))).tolist()
-            unequal |= len({np.argmax(kept.norms[0]) in kept.index for kept in report.images}) > 1
-            for figures, of in ((shares, marked), (last, survived), (alone, salient)):
-                figures.append(np.mean(of))
-            rows.append(len(marked))
+                salient.append(top == np.argmax(kept.norms[0]))
+            unequal |= len({own.any() for own in marked}) > 1
+            shares.append([np.concatenate(each).mean() for each in (marked, survived, salient)])
+            tokens.append([sum(map(len, marked)), *report.tokens_per_layer])
         assert unequal == (method == "random")
-        for name, expected in (("sink_share", shares), ("last_sink_share", last), ("salience_alone", alone)):
-            assert run_means[name]["mean"] == pytest.approx(np.mean(expected))
-        assert run_means["rows"] == pytest.approx(np.mean(rows))
-        tokens = np.mean([report.tokens_per_layer for report in reports], axis=0)
-        assert run_means["last_rows"] == pytest.approx(tokens[-1])
-        assert [*map(int, run_means["layers"])] == list(policy.bundle.manifest.cut_after)
-        for layer, figures in run_means["layers"].items():
-            assert figures["rows"] == pytest.approx(tokens[int(layer)])
+        named = [means[name]["mean"] for name in ("sink_share", "last_sink_share", "salience_alone")]
+        assert named == pytest.approx(np.mean(shares, axis=0))
+        rows, *layers = np.mean(tokens, axis=0)
+        assert (means["rows"], means["last_rows"]) == pytest.approx((rows, layers[-1]))
+        assert [*map(int, means["layers"])] == list(policy.bundle.manifest.cut_after)
+        for layer, figures in means["layers"].items():
+            assert figures["rows"] == pytest.approx(layers[int(layer)])
             assert 0 < figures["entropy"]["mean"] <= figures["entropy_of_mean"]["mean"] <= figures["uniform"] + 1e-9
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("sinkprune-evaluate", "--budgets", "nope"),
-        ("sinkprune-calibrate", "norms"),
-        ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
-    ],
-)
-def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, ...], folder: Path) -> None:
+def test_commands_for_models_that_answer_name_the_policy(folder: Path) -> None:
     """They do so before they read the data, which are moments."""
-    policy, (name, *words) = folder / "bundle", command
-    outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
-    found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. "
-    assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or sinkprune-act.\n")
+    policy = folder / "bundle"
+    for command in (
+        ("sinkprune-evaluate", policy, "--budgets", "nope"),
+        ("sinkprune-calibrate", "norms", policy),
+        ("sinkprune-calibrate", "quantize", policy, "-o", "quantised", "--weights", "int8"),
+    ):
+        outcome = run(*command, "--data", folder / "moments.jsonl")
+        assert_refused(outcome, f"error: '{policy}' is a robot policy", "sinkprune-calibrate attention")

@@ -13,8 +13,6 @@ import pytest
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]
-ASKED = "--image PHOTO --prompt What? --budgets retain-64 --repeat 1 --new-tokens 2"
-DATA = "--data SCENES --limit 3"
 FREE = "Free space, or choose a place you may read and write."
 _MOST_BYTES = 64
 _MOST_OF_REPORTS = 28 << 10
@@ -32,34 +30,23 @@ def full_disk(most: int = _MOST_BYTES) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "refused", "printed"),
-    [
-        # Of two errors the first is printed; the plot is the first output.
-        ("profile", f"{ASKED} --json x.json --plot y.png", "y.png", "retain-64"),
-        ("evaluate", f"{DATA} --budgets retain-64 --answers x.jsonl", "x.jsonl", "retain-64"),
-        ("calibrate norms", f"{DATA} --json x.json", "x.json", "median"),
-    ],
-)
 def test_what_was_measured_is_printed(
-    command: str,
-    words: str,
-    refused: str,
-    printed: str,
-    bundle: Bundles,
-    scenes: Path,
-    photo_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bundle: Bundles, scenes: Path, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (program, *verb), own = command.split(), bundle("gqa-112", budgets=("retain-64",))
-    given = words.replace("SCENES", str(scenes)).replace("PHOTO", str(photo_file)).split()
-    with full_disk():
-        outcome = run(f"sinkprune-{program}", *verb, own, *given)
-    assert outcome.code == 2 and printed in outcome.stdout
-    assert outcome.stderr.endswith(f"error: the system refused '{refused}': File too large. {FREE}\n")
-    assert not list(tmp_path.iterdir())
+    own, data = bundle("gqa-112", budgets=("retain-64",)), ("--data", scenes, "--limit", 3)
+    asked = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 2)
+    for command, words, refused, printed in (
+        # Of two errors the first is printed; the plot is the first output.
+        (("sinkprune-profile",), (*asked, "--json", "x.json", "--plot", "y.png"), "y.png", "retain-64"),
+        (("sinkprune-evaluate",), (*data, "--answers", "x.jsonl"), "x.jsonl", "retain-64"),
+        (("sinkprune-calibrate", "norms"), (*data, "--json", "x.json"), "x.json", "median"),
+    ):
+        with full_disk():
+            outcome = run(*command, own, *words)
+        assert outcome.code == 2 and printed in outcome.stdout
+        assert outcome.stderr.endswith(f"error: the system refused '{refused}': File too large. {FREE}\n")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -93,36 +93,25 @@ def test_a_later_picture_is_noted_before_questions_are_asked(
     assert outcome.code == 130
     assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
     assert outcome.stderr.count("the model sees") == outcome.stderr.count(" 1 more picture is seen in part") == 1
-    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed, "--fit", "pad")
-    assert "the model sees" not in outcome.stderr
 
 
-@pytest.mark.parametrize("command", ["evaluate", "norms"])
-def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[..., Path], mixed: Path) -> None:
-    """The darkest: a bright one is no help for it."""
-    for name, value in (("wide.png", 257 * 200), ("wider.png", 2570)):
-        Image.fromarray(np.full((90, 90), value, np.uint16)).save(mixed.parent / name)
-    words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
-    given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--data", mixed.parent)
-    outcome = run(*words, bundle("gqa-112"), *given, "--json", mixed.parent / "report.json")
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
-    assert outcome.stderr.startswith(f"{mixed.parent}/wider.png: 16 bits a channel")
-    assert outcome.stderr.count(" 1 more file has 16 bits.\n") == 1
-    (note,) = json.loads((mixed.parent / "report.json").read_text())["notes"]
-    assert outcome.stderr.splitlines()[0] == note
-
-
-def test_moments_of_a_policy_are_noted_by_their_darkest_frame(
-    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
-) -> None:
-    """A depth camera's first frame may be bright, and its later ones dark."""
-    policy, names = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2), ["bright.png", "dark.png"]
+@pytest.mark.parametrize("command", [*ASKING.values(), ("sinkprune-calibrate", "norms")], ids=" ".join)
+def test_the_darkest_picture_of_16_bits_is_noted(command: tuple[str, ...], bundle: Bundles, tmp_path: Path) -> None:
+    """A bright one is no help for it. A depth camera's first frame may be bright, and its later ones dark."""
+    names, own, report = ["bright.png", "dark.png"], bundle("gqa-112"), tmp_path / "report.json"
     for name, value in zip(names, (257 * 200, 2570), strict=True):
         Image.fromarray(np.full((90, 90), value, np.uint16)).save(tmp_path / name)
-    moment = {"cameras": names, "instruction": "pick up", "state": [0.0] * 5}
-    (tmp_path / "moments.jsonl").write_text(json.dumps(moment) + "\n")
-    outcome = run("sinkprune-calibrate", "attention", policy, "--data", tmp_path / "moments.jsonl")
+    lines: list[object] = [{"image": name, "question": "Is there a cup?", "answer": "a"} for name in names]
+    if "attention" in command:
+        own = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2)
+        lines = [{"cameras": names, "instruction": "pick up", "state": [0.0] * 5}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = tmp_path if "norms" in command else tmp_path / "q.jsonl"
+    outcome = run(*command, own, "--data", data, "--json", report)
     assert outcome.code == 0, outcome.stderr
     dark = f"{tmp_path}/dark.png: 16 bits a channel were scaled to 8. The largest value is now 10 of 255."
     assert outcome.stderr.count("16 bits a channel") == 1 and dark in outcome.stderr
+    if "attention" not in command:
+        assert outcome.stderr.count(" 1 more file has 16 bits.\n") == 1
+    (note,) = json.loads(report.read_text())["notes"]
+    assert note in outcome.stderr.splitlines()

@@ -106,9 +106,8 @@ def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
 
 
-def interrupted_in_clean_up() -> list[str]:
-    """Run a command that is interrupted, and again while it cleans up; return what it has cleaned."""
-    cleaned = []
+def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = list[str]()
 
     def body(arguments: object) -> None:
         try:
@@ -118,13 +117,9 @@ def interrupted_in_clean_up() -> list[str]:
             signal.raise_signal(signal.SIGTERM)
             cleaned.append("all")
 
-    assert run_command(body, []) == INTERRUPTED
-    return cleaned
-
-
-def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
     def as_started(arguments: object) -> None:
-        assert interrupted_in_clean_up() == ["all"]
+        assert run_command(body, []) == INTERRUPTED
+        assert cleaned == ["all"]
         # The command has printed its last line, and ends.
         signal.raise_signal(signal.SIGINT)
 
@@ -134,10 +129,19 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
     assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_what_was_ignored_stays_ignored(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_handlers_come_back_and_what_was_ignored_stays_ignored(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As Ctrl-C in background jobs of a shell, and the terminal's end in those of nohup."""
-    before = signal.signal(number, signal.SIG_IGN)
+    before = signal.getsignal(number)
+    assert run_command(lambda arguments: signal.raise_signal(number), []) == INTERRUPTED
+    assert signal.getsignal(number) is before
+    # Files and pipes are still there, and are written to.
+    assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
+    if number == signal.SIGTERM:
+        return
+    signal.signal(number, signal.SIG_IGN)
     try:
         assert run_command(lambda arguments: signal.raise_signal(number), []) == 0
         assert signal.getsignal(number) is signal.SIG_IGN
@@ -166,9 +170,7 @@ def test_streams_that_take_nothing(streams: str, asked: list[str]) -> None:
     ("encoding", "shown"),
     [
         ("ascii", r"\u65e5\xe9\u0434 OK"),
-        ("latin-1", r"\u65e5é\u0434 OK"),
         ("koi8-r:strict", r"\u65e5\xe9д OK"),
-        ("cp1252:surrogateescape", r"\u65e5é\u0434 OK"),
         ("shift_jis", r"日\xe9д OK"),
         ("utf-8", "日éд OK"),
     ],
@@ -215,10 +217,8 @@ def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("error", "few"),
     [
-        (MemoryError(), "Cannot allocate memory. End other programs"),
         (MemoryError("Unable to allocate 8 GiB"), "memory: Unable to allocate 8 GiB. End other"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a"), "'a': Too many open files. Raise the limit"),
-        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "in system. Raise the limit that is set (ulimit -n)"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a"), "'a': No space left on device. Free space"),
     ],
     ids=str,
@@ -276,12 +276,3 @@ def test_what_a_command_has_is_kept(tmp_path: Path) -> None:
 def _take_terminal() -> None:
     """Make standard input the terminal of this session. When it ends, the system sends SIGHUP."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_handlers_come_back(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
-    assert run_command(lambda arguments: signal.raise_signal(number), []) == INTERRUPTED
-    assert signal.getsignal(number) is before
-    # Files and pipes are still there, and are written to.
-    assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"

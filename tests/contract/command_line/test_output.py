@@ -55,20 +55,15 @@ def build() -> None:
         progress.part("checking sums", 1, 2, "GB")
 
 
-@pytest.mark.parametrize(
-    ("work", "said"),
-    [
-        (report_parts, ("6.2 of 7 M weights", "checking sums: 0 of 12345 files")),
-        (count_steps, ("asking with none: 13 of 40 answers",)),
-        (build, ("checking sums",)),
-    ],
-)
-def test_progress_is_shown_on_a_terminal_only(work: Callable[[], object], said: tuple[str, ...]) -> None:
-    text = shown(work)
-    for words in said:
-        assert words in text
-    assert "\x1b[2J" not in text
-    assert shown(work, io.StringIO()) == ""
+def test_progress_is_shown_on_a_terminal_only() -> None:
+    for work, *said in (
+        (report_parts, "6.2 of 7 M weights", "checking sums: 0 of 12345 files"),
+        (count_steps, "asking with none: 13 of 40 answers"),
+        (build, "checking sums"),
+    ):
+        text = shown(work)
+        assert all(words in text for words in said) and "\x1b[2J" not in text
+        assert shown(work, io.StringIO()) == ""
 
 
 def test_progress_of_a_python_function_goes_where_its_argument_says() -> None:
@@ -120,39 +115,31 @@ def into(error: OSError, main: Callable[..., int], *words: object) -> tuple[int,
     return code, without_notes(stderr.getvalue())
 
 
-@pytest.fixture
-def question(bundle: Callable[..., Path], photo_file: Path) -> list[object]:
-    """A question of one budget."""
-    small = bundle("gqa-112", "fp32", ("retain-64",))
-    return [small, "--image", photo_file, "--prompt", "What?", "--max-new-tokens", 2, "--budget", "retain-64"]
-
-
-@pytest.fixture
-def moments(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> list[object]:
-    """Two moments of a policy."""
-    (tmp_path / "frames").mkdir()
-    for number in range(2):
-        os.link(photo_file, tmp_path / "frames" / f"{number}.jpg")
-    policy = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2)
-    cameras = ["--camera", tmp_path / "frames", "--camera", "none"]
-    return [policy, *cameras, "--instruction", "pick up the cup", "--state", "0.1,0.2,0.3,0.4,0.5"]
-
-
 @pytest.mark.parametrize(("error", "code"), [(CLOSED, 0), (FULL, 2)])
-def test_an_answer_s_files_are_written(error: OSError, code: int, question: list[object], tmp_path: Path) -> None:
-    files = ["--json", tmp_path / "answer.json", "--overlay", tmp_path / "kept.png"]
-    found, stderr = into(error, run, *question, *files)
+def test_an_answer_s_files_are_written(
+    error: OSError, code: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    own = bundle("gqa-112", "fp32", ("retain-64",))
+    question = ("--image", photo_file, "--prompt", "What?", "--max-new-tokens", 2, "--budget", "retain-64")
+    files = ("--json", tmp_path / "answer.json", "--overlay", tmp_path / "kept.png")
+    found, stderr = into(error, run, own, *question, *files)
     assert found == code, stderr
     assert json.loads((tmp_path / "answer.json").read_text())["token_ids"]
     Image.open(tmp_path / "kept.png").load()
     assert ("error: the system refused 'standard output': No space left" in stderr) == (code == 2)
 
 
-def test_without_files_the_work_ends(moments: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    done = []
-    whole = Policy.act
+def test_without_files_the_work_ends(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frames").mkdir()
+    for number in range(2):
+        os.link(photo_file, tmp_path / "frames" / f"{number}.jpg")
+    policy = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2)
+    moments = ("--camera", tmp_path / "frames", "--camera", "none", "--instruction", "pick up the cup")
+    done, whole = [], Policy.act
     monkeypatch.setattr(Policy, "act", lambda *given, **options: done.append(1) or whole(*given, **options))
-    code, stderr = into(CLOSED, act, *moments)
+    code, stderr = into(CLOSED, act, policy, *moments, "--state", "0.1,0.2,0.3,0.4,0.5")
     assert code == 0 and re.fullmatch("cameras: [^\n]*\n", stderr)
     assert len(done) == 1
 

@@ -17,40 +17,28 @@ from sinkprune.contract.files.untrusted import MissingError, UnreadableError, op
 from sinkprune.contract.files.versioned_file import write_versioned
 
 
-def test_a_file_of_the_limit_is_read_and_one_byte_more_refused(tmp_path: Path) -> None:
+def test_only_regular_files_of_the_limit_are_read_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "ten").write_bytes(b"0123456789")
-    assert read_bytes(tmp_path / "ten", 10) == b"0123456789"
-    with pytest.raises(UnreadableError, match="has 10 bytes, expected at most 9"):
-        read_bytes(tmp_path / "ten", 9)
-
-
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("ten")
+    assert read_bytes(tmp_path / "ten", 10) == read_bytes(tmp_path / "link", 10) == b"0123456789"
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UnreadableError, match="is a FIFO, expected a regular file"):
-        read_bytes(tmp_path / "fifo", 10)
-    with pytest.raises(UnreadableError, match="is a device"):
-        read_bytes("/dev/zero", 10)
-    with pytest.raises(UnreadableError, match="is a folder"):
-        read_bytes(tmp_path, 10)
+    for path, most, said in (
+        (tmp_path / "ten", 9, "has 10 bytes, expected at most 9"),
+        (tmp_path / "fifo", 10, "is a FIFO, expected a regular file"),
+        (Path("/dev/zero"), 10, "is a device"),
+        (tmp_path, 10, "is a folder"),
+    ):
+        with pytest.raises(UnreadableError, match=said):
+            read_bytes(path, most)
+    with pytest.raises(UnreadableError, match="is a link"):
+        read_bytes(tmp_path / "link", 10, follow_links=False)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
         with pytest.raises(UnreadableError, match="is a socket"):
             read_bytes(tmp_path / "socket", 10)
-
-
-def test_missing_files_and_impossible_names_are_missing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for name in ("none", "file/below", "nul\0", "\ud800"):
+    for name in ("none", "ten/below", "nul\0", "\ud800"):
         with pytest.raises(MissingError):
             open_regular(tmp_path / name)
-
-
-def test_links_are_followed_only_where_allowed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"content")
-    (tmp_path / "link").symlink_to("file")
-    assert read_bytes(tmp_path / "link", 10) == b"content"
-    with pytest.raises(UnreadableError, match="is a link"):
-        read_bytes(tmp_path / "link", 10, follow_links=False)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +47,13 @@ def test_links_are_followed_only_where_allowed(tmp_path: Path) -> None:
         (b"\xff{}", "not UTF-8"),
         (b"{", "not JSON"),
         (b'{"a": NaN}', "NaN is no number"),
-        (b"[-Infinity]", "-Infinity is no number"),
         (b"[1e999]", "1e999 is no number"),
         (b"1" * 5000, "not JSON"),
-        (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
         (b'{"a":' * 65 + b"0" + b"}" * 65, "nested more than 64 deep"),
         # As deep as exhausts the parser's stack.
         (b"[" * 100_000 + b"]" * 100_000, "nested more than 64 deep"),
         (b"[" * 100_000, "nested more than 64 deep"),
         (rb'{"a": "\uD800"}', "half of a surrogate pair"),
-        (rb'{"\udfff": 1}', "half of a surrogate pair"),
     ],
 )
 def test_what_is_no_json_is_refused(data: bytes, reason: str) -> None:
@@ -180,19 +165,7 @@ class _Kept:
     kept_version: int = 1
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        # Places without a bundle are those of `check_outputs`, above.
-        ("link.json", "is a link"),
-        ("bundle/bundle.json", "lies in '.*bundle', whose bundle.json lists"),
-        ("bundle/kept.json", "lies in '.*bundle', whose bundle.json lists"),
-        ("bundle/graphs/kept.json", "lies in '.*bundle', whose bundle.json lists"),
-        ("named/graphs/kept.json", "lies in '.*bundle', whose bundle.json lists"),
-        ("engines/kept.json", "lies in '.*engines', whose engines.json lists"),
-    ],
-)
-def test_links_devices_and_files_of_bundles_are_not_replaced(name: str, said: str, tmp_path: Path) -> None:
+def test_links_devices_and_files_of_bundles_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "bundle" / "graphs").mkdir(parents=True)
     (tmp_path / "bundle" / "bundle.json").write_text("precious")
     (tmp_path / "named").symlink_to("bundle")
@@ -200,8 +173,15 @@ def test_links_devices_and_files_of_bundles_are_not_replaced(name: str, said: st
     (tmp_path / "engines" / "engines.json").write_text("precious")
     (tmp_path / "link.json").symlink_to("bundle/bundle.json")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(OutputError, match=said):
-        write_versioned(tmp_path / name, _Kept(3.0))
+    for name, said in (
+        # Places without a bundle are those of `check_outputs`, above.
+        ("link.json", "is a link"),
+        ("bundle/bundle.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("named/graphs/kept.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("engines/kept.json", "lies in '.*engines', whose engines.json lists"),
+    ):
+        with pytest.raises(OutputError, match=said):
+            write_versioned(tmp_path / name, _Kept(3.0))
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "bundle" / "bundle.json").read_text() == "precious"
 
@@ -209,18 +189,14 @@ def test_links_devices_and_files_of_bundles_are_not_replaced(name: str, said: st
 @pytest.mark.parametrize(
     "names",
     [
-        ["frame0.png", "frame1.png", "frame2.png", "frame10.png", "frame11.png"],
         ["0.jpg", "9.png", "10.jpg", "100.bmp"],
         ["frame_8.png", "frame_09.png", "frame_0010.png"],
         ["ep2_cam1_9.png", "ep2_cam1_10.png", "ep2_cam2_1.png", "ep10_cam1_1.png"],
         ["1700000000.175304.png", "1700000000.211214.png", "1700000001.011214.png", "1700000010.000001.png"],
-        ["1403636579763555584.png", "1403636579813555456.png"],
         ["2024-01-09_23-59-59.png", "2024-01-10_00-00-00.png", "2024-10-01_00-00-00.png"],
-        ["rosbag2_9.mcap", "rosbag2_10.mcap"],
         ["shot.png", "shot1.png", "shot2.jpg", "shot10.png", "shots.png"],
         ["shot.png", "shot (9).png", "shot (10).png"],
         ["01.png", "1.png", "1b.png", "a.png"],
-        ["frame.9", "frame.10"],
         ["v1.9_9.png", "v1.9_10.png"],
     ],
 )

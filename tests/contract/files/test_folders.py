@@ -5,9 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,42 +60,29 @@ def test_whatever_goes_wrong_the_folder_stays_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "is not JSON"),
-        ("{", "is not JSON"),
-        ("[]", "is none of sinkprune's"),
-        ("{}", "is none of sinkprune's"),
-        ('{"format_version": 4, "files": {}}', "is none of sinkprune's"),
-        ('{"sinkprune_version": "1", "files": ["a"]}', "is none of sinkprune's"),
-    ],
-)
-def test_a_manifest_that_does_not_read_as_ours(content: str, said: str, tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    output.mkdir()
-    (output / "bundle.json").write_text(content)
-    message = refusal(output)
-    assert f"'{output}' exists and is not a bundle: its bundle.json {said}" in message
-    assert "left as it is" in message
-
-
-@pytest.mark.parametrize("kind", ["nothing", "folder", "link", "FIFO"])
-def test_a_manifest_that_is_no_file(kind: str, tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_ours(tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
-    (output / "bundle.json").rename(tmp_path / "elsewhere")
     manifest = output / "bundle.json"
-    if kind == "folder":
-        manifest.mkdir()
-    if kind == "link":
-        manifest.symlink_to(tmp_path / "elsewhere")
-    if kind == "FIFO":
-        os.mkfifo(manifest)
+    manifest.rename(tmp_path / "elsewhere")
     assert "is not a bundle" in refusal(output)
     assert "is not a bundle" in refusal(output / "license")
+    for content, said in (
+        ("{", "is not JSON"),
+        ("[]", "is none of sinkprune's"),
+        ('{"format_version": 4, "files": {}}', "is none of sinkprune's"),
+        ('{"sinkprune_version": "1", "files": ["a"]}', "is none of sinkprune's"),
+    ):
+        manifest.write_text(content)
+        message = refusal(output)
+        assert f"'{output}' exists and is not a bundle: its bundle.json {said}" in message
+        assert "left as it is" in message
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere"), Path.mkdir):
+        manifest.unlink()
+        make(manifest)
+        assert "is not a bundle" in refusal(output)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "graphs/notes.txt", ".hidden", "full/notes.txt", "\x1b[31m"])
+@pytest.mark.parametrize("name", ["graphs/notes.txt", ".hidden", "full/notes.txt", "\x1b[31m"])
 def test_what_the_manifest_does_not_list_is_never_replaced(name: str, tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
     stranger = output / name
@@ -111,20 +95,17 @@ def test_what_the_manifest_does_not_list_is_never_replaced(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("listed", ["license", "graphs/vision.onnx", "graphs"])
-@pytest.mark.parametrize("kind", ["link", "FIFO", "folder"])
-def test_what_is_listed_must_be_what_the_manifest_says(kind: str, listed: str, tmp_path: Path) -> None:
+def test_what_is_listed_must_be_what_the_manifest_says(listed: str, tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
     place = output / listed
     place.rename(tmp_path / "elsewhere")
-    if kind == "link":
-        place.symlink_to(tmp_path / "elsewhere")
-    elif kind == "FIFO":
-        os.mkfifo(place)
-    else:
-        place.mkdir()
-        place /= "inner"
-        place.write_text("mine")
-    assert repr(str(place.relative_to(output))) in refusal(output)
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        make(place)
+        assert repr(listed) in refusal(output)
+        place.unlink()
+    place.mkdir()
+    (place / "inner").write_text("mine")
+    assert repr(f"{listed}/inner") in refusal(output)
 
 
 def test_the_disk_holds_everything_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +131,7 @@ def test_what_is_read_is_not_written_into(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(source / "inner")
-    for output in (
-        source,
-        source / "out",
-        source / "a" / "b",
-        tmp_path / "link" / "out",
-        source / ".." / "source/out",
-    ):
+    for output in (source, source / "a" / "b", tmp_path / "link" / "out", source / ".." / "source/out"):
         with pytest.raises(BundleError, match="lies within"):
             check_outside(output, source, KIND)
     for output in (tmp_path / "source-2", tmp_path, source / ".." / "out"):
@@ -187,25 +162,6 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
             recover(output, KIND)
         write_folder(root, 3)
     assert [*tmp_path.iterdir()] == [output]
-
-
-def test_a_process_that_lives_and_then_does_not(tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    program = (
-        "import sys, time; from pathlib import Path\n"
-        "from support.programs.listed_folders import replaced, write_folder\n"
-        f"with replaced(Path({str(output)!r})) as root: write_folder(root, 1); print(root, flush=1); time.sleep(60)"
-    )
-    search = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=search) as process:
-        assert process.stdout is not None
-        root = Path(process.stdout.readline().strip())
-        with pytest.raises(BundleError, match="another command is writing"):
-            replace(output, 2)
-        assert whole_version(root) == 1
-        process.send_signal(signal.SIGKILL)
-    replace(output, 3)
-    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_without_locks_only_a_new_folder_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +234,6 @@ def test_what_was_moved_away_is_put_back(tmp_path: Path) -> None:
     dead(output, old=1)
     recover(output, KIND)
     assert not output.exists(), "what was replaced"
-    write_folder(place / "new", 2)
-    with pytest.raises(BundleError, match="Add --force"):
-        check_replaceable(output, KIND, force=False)
-    assert whole_version(output) == 1
 
 
 def test_what_was_moved_away_is_never_lost_to_what_came_after(tmp_path: Path) -> None:

@@ -24,18 +24,11 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def outcomes(folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "support.programs.kill_replacing", folder, *arguments]
-    done = subprocess.run(
-        [*map(str, command)], cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=120
-    )
+def test_killed_at_every_call_of_the_system(folder: Path) -> None:
+    command = [sys.executable, "-m", "support.programs.kill_replacing", str(folder), "calls", "10000"]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
-
-
-def test_killed_at_every_call_of_the_system(folder: Path) -> None:
-    found = outcomes(folder, "calls", 10_000)
     *killed, last = found
     assert not last["killed"] and all(each["killed"] for each in killed)
     assert len(killed) > 100
@@ -46,11 +39,3 @@ def test_killed_at_every_call_of_the_system(folder: Path) -> None:
     assert all(each["left"] == ["bundle"] for each in found)
     # Between two renames there are moments when only the next command can put it back.
     assert any(not each["seen"] for each in found)
-
-
-def test_killed_at_random_moments(folder: Path) -> None:
-    found = outcomes(folder, "random", 100)
-    assert sum(each["killed"] for each in found) > 20
-    # The program looks at what is left after every third, and never finds what was not whole.
-    assert all(each["left"] == ["bundle"] for each in found[2::3])
-    assert {each["found"] for each in found} <= {"old", "new", "nothing"}

@@ -33,6 +33,8 @@ MODULE = "sinkprune.policies.lerobot.policy"
 CAMERAS = {"table": [SIDE, SIDE], "close": [SIDE, SIDE]}
 TABLE, CLOSE = (f"observation.images.{name}" for name in CAMERAS)
 Make = Callable[..., Any]
+Bundles = Callable[..., Path]
+Batches = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +105,7 @@ def assert_close(actions: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(actions), expected, rtol=0, atol=1e-4)
 
 
-def test_an_episode_s_actions_are_those_of_the_engines(
-    make: Make, engines: Policy, batches: list[dict[str, Any]]
-) -> None:
+def test_an_episode_s_actions_are_those_of_the_engines(make: Make, engines: Policy, batches: Batches) -> None:
     expected, succeeded = episode(engines)
     assert succeeded and len(batches) == 3 and 2 * RUN < len(expected) <= 3 * RUN
     policy, found = make(n_action_steps=RUN), []
@@ -119,7 +119,7 @@ def test_an_episode_s_actions_are_those_of_the_engines(
 
 
 def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
-    make: Make, engines: Policy, batches: list[dict[str, Any]]
+    make: Make, engines: Policy, batches: Batches
 ) -> None:
     policy = make()
     first, second = (policy.predict_action_chunk(batch)[0] for batch in batches[:2])
@@ -130,12 +130,8 @@ def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
     assert torch.equal(policy.select_action(batches[0])[0], first[0])
 
 
-@pytest.mark.parametrize(
-    "names", [("table", "close"), ("close", "table"), (CLOSE, TABLE), ("table", "-close"), ("-table", CLOSE)]
-)
-def test_cameras_are_matched_by_name(
-    names: tuple[str, ...], make: Make, engines: Policy, batches: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("names", [("close", "table"), (CLOSE, TABLE), ("-table", CLOSE)])
+def test_cameras_are_matched_by_name(names: tuple[str, ...], make: Make, engines: Policy, batches: Batches) -> None:
     policy = make(cameras={name.lstrip("-"): [] if name[0] == "-" else [SIDE, SIDE] for name in names})
     cameras = zip(CAMERAS, RobotTable(EPISODE).cameras(), strict=True)
     frames = [None if f"-{name}" in names else frame for name, frame in cameras]
@@ -147,7 +143,7 @@ def test_cameras_are_matched_by_name(
 
 
 def test_cameras_without_names_are_in_the_order_of_the_configuration(
-    make: Make, robot: Path, engines: Policy, batches: list[dict[str, Any]], tmp_path: Path
+    make: Make, robot: Path, engines: Policy, batches: Batches, tmp_path: Path
 ) -> None:
     table, nameless = RobotTable(EPISODE), str(name_cameras(robot, tmp_path / "nameless"))
     first, second = table.cameras()
@@ -159,7 +155,7 @@ def test_cameras_without_names_are_in_the_order_of_the_configuration(
         make(bundle=nameless, cameras={"table": [SIDE, SIDE]})
 
 
-def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list[dict[str, Any]]) -> None:
+def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: Batches) -> None:
     policy, (one, two, _) = make(), batches
     alone = [policy.predict_action_chunk(one), policy.predict_action_chunk({**two, "task": "pick the red star"})]
     both = {key: torch.cat([one[key], two[key]]) for key in (TABLE, CLOSE, "observation.state")}
@@ -170,7 +166,7 @@ def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list
     assert policy.select_action({**both, "task": one["task"][0]}).shape == (2, 3)
 
 
-def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batches: list[dict[str, Any]]) -> None:
+def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batches: Batches) -> None:
     table, facts = RobotTable(EPISODE), engines.facts
     noise = np.random.default_rng(0).standard_normal((1, facts.chunk, facts.action_dim), np.float32)
     policy = make(budget="none", steps=3)
@@ -186,9 +182,7 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     assert not torch.equal(*chunks)
 
 
-def test_a_chunk_begins_with_what_runs_before_it_arrives(
-    loaded: Any, engines: Policy, batches: list[dict[str, Any]]
-) -> None:
+def test_a_chunk_begins_with_what_runs_before_it_arrives(loaded: Any, engines: Policy, batches: Batches) -> None:
     left = torch.arange(18.0).reshape(6, 3) / 1000
     chunk = loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)[0]
     assert_close(chunk, acted(engines, RobotTable(EPISODE), held=left[:3].numpy()))
@@ -217,11 +211,7 @@ LEFT = torch.arange(1.0, 25).reshape(8, 3)
     ],
 )
 def test_actions_within_the_delay_and_the_horizon_are_held(
-    options: dict[str, Any],
-    held: list[Any],
-    loaded: Any,
-    batches: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], held: list[Any], loaded: Any, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = list[Any]()
 
@@ -239,98 +229,70 @@ def test_actions_within_the_delay_and_the_horizon_are_held(
 
 
 def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
-    make: Make, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    make: Make, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
-    policy = make(budget="none", deadline_ms=60_000, steps=4, min_steps=2)
-    assert policy.engines.costs is not None
-    policy.select_action(batches[0])
-    (report,) = policy.reports
-    assert (report.budget, report.steps) == ("none", 4)
-    assert report.deadline.deadline_ms == 60_000 and report.deadline.met
-    assert {*policy.engines.costs.budgets} == {"none", BUDGET}
-    late = make(budget="none", deadline_ms=1, steps=4, min_steps=2)
-    late.select_action(batches[0])
-    assert (late.reports[0].budget, late.reports[0].steps) == (BUDGET, 2)
+    warm_up = Policy.warm_up
+    monkeypatch.setattr(
+        Policy, "warm_up", lambda own, *given, **options: warm_up(own, *given, **{**options, "seconds": 0})
+    )
+    for deadline_ms, budget, steps in ((60_000, "none", 4), (1, BUDGET, 2)):
+        policy = make(budget="none", deadline_ms=deadline_ms, steps=4, min_steps=2)
+        assert {*policy.engines.costs.budgets} == {"none", BUDGET}
+        policy.select_action(batches[0])
+        (report,) = policy.reports
+        assert (report.budget, report.steps, report.deadline.deadline_ms) == (budget, steps, deadline_ms)
     pruned = make(method="downsample", deadline_ms=60_000)
     assert (pruned.engines.costs.method, {*pruned.engines.costs.budgets}) == ("downsample", {BUDGET})
     assert make().engines.costs is None
 
 
-def partial_method(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return `method` with some options given."""
-    return lambda self, *arguments, **others: partial(method, self, **options)(*arguments, **others)
+def test_other_observations_are_refused(loaded: Any, batches: Batches) -> None:
+    batch = batches[0]
+    table, two = batch[TABLE], torch.zeros(2, 2)
+    for changed, error, words in (
+        ({CLOSE: None}, UsageError, f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map"),
+        ({"observation.state": batch["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
+        ({"observation.state": two}, UsageError, "1 instruction as 'task' for 2 obs"),
+        ({"observation.state": two, "task": "go"}, ImageError, "has 1 frame, and the"),
+        ({"task": None}, PromptError, "found None as the instruction"),
+        ({TABLE: table * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
+        ({TABLE: table * np.nan}, ImageError, "values from nan"),
+        ({TABLE: table.permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
+        ({TABLE: (table * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
+    ):
+        given = {name: value for name, value in {**batch, **changed}.items() if value is not None}
+        with pytest.raises(error, match=words):
+            loaded.select_action(given)
 
 
-def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != key}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda b: without(b, CLOSE), UsageError, f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map"),
-        (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
-        (lambda b: {**b, "observation.state": torch.zeros(2, 2)}, UsageError, "1 instruction as 'task' for 2 obs"),
-        (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),
-        (lambda b: without(b, "task"), PromptError, "found None as the instruction"),
-        (lambda b: {**b, TABLE: b[TABLE] * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
-        (lambda b: {**b, TABLE: b[TABLE] * np.nan}, ImageError, "values from nan"),
-        (lambda b: {**b, TABLE: b[TABLE][0]}, ImageError, r"of shape \[3, 96, 96\], expected fp32 \[batch,3"),
-        (lambda b: {**b, TABLE: b[TABLE].permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
-        (lambda b: {**b, TABLE: (b[TABLE] * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
-    ],
-)
-def test_other_observations_are_refused(
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-    error: type[Exception],
-    words: str,
-    loaded: Any,
-    batches: list[dict[str, Any]],
-) -> None:
-    with pytest.raises(error, match=words):
-        loaded.select_action(change(batches[0]))
-
-
-def test_actions_for_another_batch_are_refused(loaded: Any, batches: list[dict[str, Any]]) -> None:
+def test_what_a_policy_does_not_do_is_refused(loaded: Any, make: Make, bundle: Bundles, batches: Batches) -> None:
     left = torch.zeros(2, 8, 3)
     with pytest.raises(UsageError, match=r"the shape \[2, 8, 3\], expected \[n,width\], or \[1,n,width\] for 1 ob"):
         loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)
+    with pytest.raises(UsageError, match="no statistics of states and actions"):
+        bare = bundle("pi0-bare", budgets=("prune-88.9",))
+        make(bundle=str(bare), cameras={"table": [SIDE, SIDE]}, budget="none")
+    assert list(loaded.parameters()) == []
+    for train in (loaded.config.get_optimizer_preset, loaded.get_optim_params, partial(loaded, batches[0])):
+        with pytest.raises(UsageError, match="no gradients"):
+            train()
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
+def test_other_configurations_are_refused(make: Make) -> None:
+    wide = PolicyFeature(FeatureType.ACTION, (6,))
+    for changed, error, words in (
         ({"budget": "prune-50"}, BudgetError, "prune-50"),
         ({"cameras": {**CAMERAS, "close": [SIDE]}}, UsageError, r"camera 'close' has the size \[96\], expected"),
         ({"cameras": {**CAMERAS, "close": [0, SIDE]}}, UsageError, r"camera 'close' has the size \[0, 96\]"),
         ({"n_action_steps": 9}, UsageError, "n_action_steps is 9, expected .* 8"),
-        (
-            {"output_features": {"action": PolicyFeature(FeatureType.ACTION, (6,))}},
-            UsageError,
-            r"'action' of LeRobot has the shape \[6\], and that of the bundle \[3\]",
-        ),
-        (
-            {"input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (6,))}},
-            UsageError,
-            r"'observation.state' of LeRobot has the shape \[6\], and that of the bundle \[2\]",
-        ),
-    ],
-)
-def test_other_configurations_are_refused(
-    changed: dict[str, Any], error: type[Exception], words: str, make: Make
-) -> None:
-    with pytest.raises(error, match=words):
-        make(**changed)
+        ({"output_features": {"action": wide}}, UsageError, r"'action' .* shape \[6\], and that of .* \[3\]"),
+        ({"input_features": {"observation.state": wide}}, UsageError, r"'observation.state' .* \[6\], .* \[2\]"),
+    ):
+        with pytest.raises(error, match=words):
+            make(**changed)
 
 
-def test_actions_that_are_not_in_the_robot_s_units_are_refused(make: Make, bundle: Callable[..., Path]) -> None:
-    bare = bundle("pi0-bare", budgets=("prune-88.9",))
-    with pytest.raises(UsageError, match="no statistics of states and actions"):
-        make(bundle=str(bare), cameras={"table": [SIDE, SIDE]}, budget="none")
-
-
-def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: ModuleType, batches: list[Any]) -> None:
+def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: ModuleType, batches: Batches) -> None:
     policy = make()
     again = module.SinkprunePolicy.from_pretrained(
         "folder", config=policy.config, dataset_stats={}, dataset_meta=None
@@ -340,14 +302,6 @@ def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: Modu
     other = SimpleNamespace(type="act")
     with pytest.raises(UsageError, match="'folder' has a policy of type 'act', expected 'sinkprune'"):
         module.SinkprunePolicy.from_pretrained("folder", config=other)
-
-
-def test_a_policy_is_not_trained(make: Make, module: ModuleType, batches: list[dict[str, Any]]) -> None:
-    policy = make()
-    assert list(policy.parameters()) == []
-    for train in (policy.config.get_optimizer_preset, policy.get_optim_params, partial(policy, batches[0])):
-        with pytest.raises(UsageError, match="no gradients"):
-            train()
 
 
 frames = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(lambda size: arrays(np.uint8, (2, *size, 3)))
