@@ -22,7 +22,6 @@ from support.programs.commands import run
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"
 ASK = ("--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 2, "--deadline-ms", 60_000)
-DAY_S = 86_400
 
 
 @pytest.fixture(autouse=True)

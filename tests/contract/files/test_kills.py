@@ -25,7 +25,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_killed_at_every_call_of_the_system(folder: Path) -> None:
-    command = [sys.executable, "-m", "support.programs.kill_replacing", str(folder), "calls", "10000"]
+    command = [sys.executable, "-m", "support.programs.kill_replacing", str(folder)]
     done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)

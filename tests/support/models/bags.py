@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import yaml
 from PIL import Image
 from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
 from rosbags.typesys import Stores, get_typestore
@@ -95,26 +94,3 @@ def write_bag(
                 connections[topic] = writer.add_connection(topic, kind, typestore=store)
             writer.write(connections[topic], time_ns, store.serialize_cdr(message, kind, little_endian=little_endian))
     return folder
-
-
-def write_metadata(mcap: Path, types: Mapping[str, str], count: int) -> None:
-    """Write the `metadata.yaml` next to an MCAP file, without which rosbags reads nothing."""
-    topics = [
-        {
-            "topic_metadata": {"name": name, "type": kind, "serialization_format": "cdr", "offered_qos_profiles": ""},
-            "message_count": count // len(types),
-        }
-        for name, kind in types.items()
-    ]
-    facts = {
-        "version": 5,
-        "storage_identifier": "mcap",
-        "relative_file_paths": [mcap.name],
-        "duration": {"nanoseconds": 0},
-        "starting_time": {"nanoseconds_since_epoch": START_NS},
-        "message_count": count,
-        "topics_with_message_count": topics,
-        "compression_format": "",
-        "compression_mode": "",
-    }
-    mcap.with_name("metadata.yaml").write_text(yaml.safe_dump({"rosbag2_bagfile_information": facts}))

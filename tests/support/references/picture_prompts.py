@@ -72,12 +72,10 @@ def reference_inputs(
     return processed(name, folder, [question(pieces, ["image"] * len(images))], images)
 
 
-def clip_ids(
-    pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float, pieces: str | list[str] = QUESTION
-) -> list[int]:
+def clip_ids(pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float) -> list[int]:
     """Return the ids that the model's own processor gives a prompt about a clip of `fps` frames a second."""
     inputs = processed(
-        pipe.bundle.manifest.family, folder, [question(pieces, ["video"])], (), clips_of(pipe, clip, fps)
+        pipe.bundle.manifest.family, folder, [question(QUESTION, ["video"])], (), clips_of(pipe, clip, fps)
     )
     return inputs["input_ids"][0].tolist()
 

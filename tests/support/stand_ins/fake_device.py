@@ -46,11 +46,6 @@ class FakeDevice:
         self._recorded: list[Callable[[], object]] | None = None
 
     @property
-    def waits(self) -> int:
-        """How often the host has waited for the device."""
-        return self.calls.count("copy_out") + self.calls.count("synchronize")
-
-    @property
     def capturing(self) -> bool:
         return self._recorded is not None
 

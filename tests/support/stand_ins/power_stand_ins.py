@@ -5,14 +5,13 @@ from __future__ import annotations
 import stat
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sinkprune.runtime.power import sensors as rapl
-from sinkprune.runtime.power.sensors import Reading, Sensor
 
 ORIN_NANO = (
     "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,"
@@ -137,10 +136,6 @@ class Powercap:
             beside.write_text(f"{(self._first + count) % self.RANGE}\n")
             beside.replace(path)
 
-    def files(self) -> list[Path]:
-        """Return the files of the counters."""
-        return sorted(self._folder.glob("*/energy_uj"))
-
     @contextmanager
     def drawing(self, watts: float) -> Iterator[None]:
         """Let the package draw `watts` while the block runs.
@@ -159,26 +154,6 @@ class Powercap:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rapl, "_read_number", read)
             yield
-
-
-class SteadyPower:
-    """A power whose joules are exact at the moment of each reading, also on a busy machine."""
-
-    def __init__(self, watts: float) -> None:
-        self._steps = [(time.monotonic(), watts)]
-        self.sensor = Sensor("rapl", "a stand-in", self._readings)
-
-    def set_to(self, watts: float) -> None:
-        """Draw `watts` from now on."""
-        self._steps.append((time.monotonic(), watts))
-
-    def _readings(self) -> Generator[Reading]:
-        while True:
-            time.sleep(0.02)
-            now = time.monotonic()
-            ends = [moment for moment, _ in self._steps[1:]] + [now]
-            used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
-            yield Reading(now, sum(used))
 
 
 _PYNVML = """
