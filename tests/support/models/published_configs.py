@@ -10,7 +10,7 @@ from typing import Any
 
 _FILES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 PUBLISHED: dict[str, dict[str, Any]] = _FILES["config.json"]
-"""By the name of its preset where there is one. llava-hf/llava-1.5-7b-hf leaves most of the decoder's shape to Llama's
+"""By the name of its preset where there is one. llava-hf/llava-1.5-7b-hf leaves most of the decoder to Llama's
 defaults; Qwen2-VL and Qwen2.5-VL have the decoder's settings at the top."""
 PROCESSORS: dict[str, dict[str, Any]] = _FILES["preprocessor_config.json"]
 PINPOINTS = PUBLISHED["llava-next-7b"]["image_grid_pinpoints"]
