@@ -24,7 +24,7 @@ from threading import Event, Lock
 
 from fuzz.inputs.cases import Case, JsonEdit, case_of
 from fuzz.inputs.sources import SOURCES, corpus, endless
-from fuzz.subjects import Subjects, make_families
+from fuzz.subjects import FAMILIES, Subjects, make_families
 from fuzz.verdict import Fault, try_case
 from fuzz.worker import Worker
 
@@ -94,22 +94,6 @@ def _save(case: Case, fault: Fault, folder: Path) -> Path:
     return path
 
 
-def replay(paths: list[str]) -> int:
-    """Try saved cases or lines of the corpus again."""
-    lines = [(path, line) for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    cases = [(path, case_of(json.loads(line))) for path, line in lines]
-    families = sorted({case.subject.partition(":")[2] for _, case in cases})
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, Worker() as worker:
-        subjects = Subjects(make_families(Path(folder) / "subjects", families), families)
-        for path, case in cases:
-            faults = try_case(case, subjects, worker)
-            failed += bool(faults)
-            result = "; ".join(f"{fault.kind}: {fault.detail}" for fault in faults) or "as it should be"
-            sys.stdout.write(f"{path} {json.dumps(case.json())[:120]}\n    {result}\n")
-    return 1 if failed else 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     add = parser.add_argument
@@ -118,18 +102,19 @@ def main() -> int:
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="calls at a time (default: one a core)")
     add("--kinds", nargs="+", default=list(SOURCES), choices=list(SOURCES), help="kinds of cases (default: all)")
     add("--failures", type=Path, default=Path("fuzz-failures"), help="where failing cases are saved")
-    add("--replay", nargs="+", metavar="FILE", help="try saved cases or lines of the corpus again, and nothing else")
+    add("--replay", nargs="+", default=[], metavar="FILE", help="try saved cases or lines of the corpus only")
     options = parser.parse_args()
-    if options.replay:
-        return replay(options.replay)
+    lines = [(path, line) for path in options.replay for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    saved = [(path, case_of(json.loads(line))) for path, line in lines]
+    families = sorted({case.subject.partition(":")[2] for _, case in saved}) or FAMILIES
     sys.stdout.write(f"seed {options.seed}; Ctrl-C ends. Making checkpoints, bundles and engines ...\n")
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
-        subjects = Subjects(make_families(place / "subjects"))
+        subjects = Subjects(make_families(place / "subjects", families), families)
         workers = [stack.enter_context(Worker()) for _ in range(options.workers)]
         known = (("corpus", case) for _, case in corpus())
-        cases = chain(known, endless(subjects, options.seed, options.kinds))
-        campaign = Campaign(cases, subjects, options.failures)
+        tried = iter(saved) if saved else chain(known, endless(subjects, options.seed, options.kinds))
+        campaign = Campaign(tried, subjects, options.failures)
         campaign.run(workers, options.seconds)
     for cause, count in campaign.causes.items():
         sys.stdout.write(f"{count} x {cause}\n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
+from base64 import b64encode, encodebytes, urlsafe_b64encode
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -34,7 +34,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def as_uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+    return "data:image/png;base64," + b64encode(data).decode()
 
 
 def data_uri(image: Image.Image) -> str:
@@ -67,12 +67,14 @@ def messages(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_defaults(reader: ChatReader) -> None:
     found = read(reader)
-    assert (found.model, found.stream, found.include_usage) == ("m", False, False)
-    assert (found.logprobs, found.priority) == (None, 0)
+    assert (found.stream, found.include_usage, found.logprobs, found.priority) == (False, False, None, 0)
+    assert (found.model, found.kept_tokens, found.session) == ("m", False, True)
     request = found.request
     assert (request.texts, request.budget, request.method) == (((), ("What is this?",)), "retain-64", "sinkpruner")
     assert (request.temperature, request.top_p, request.seed, request.stop) == (0, 1, None, ())
     assert request.pictures[0].decoded().getpixel((0, 0)) == (255, 0, 0)  # type: ignore[union-attr]
+    # Without pictures there is nothing to prune.
+    assert read(reader, messages=messages(("user", "Hello?"))).request.budget == "none"
 
 
 def test_every_field_arrives(reader: ChatReader) -> None:
@@ -91,6 +93,8 @@ def test_every_field_arrives(reader: ChatReader) -> None:
         logprobs=True,
         top_logprobs=3,
         priority=-2,
+        kept_tokens=True,
+        session=False,
         deadline_ms=250,
         n=1,
         user="robot",
@@ -102,11 +106,8 @@ def test_every_field_arrives(reader: ChatReader) -> None:
     assert (request.min_new_tokens, request.max_new_tokens) == (3, 9)
     assert (request.stop, request.deadline_ms) == (("a", "b"), 250)
     assert (found.stream, found.include_usage, found.logprobs, found.priority) == (True, True, 3, -2)
-    assert (found.kept_tokens, found.session) == (False, True)
-    own = read(reader, kept_tokens=True, session=False)
-    assert (own.kept_tokens, own.session) == (True, False)
-    assert read(reader, stop="end", max_tokens=7).request.stop == ("end",)
-    assert read(reader, max_tokens=7).request.max_new_tokens == 7
+    assert (found.kept_tokens, found.session) == (True, False)
+    assert read(reader, stop="end").request.stop == ("end",)
     assert read(reader, temperature=None, stop=None).request.temperature == 0
 
 
@@ -138,24 +139,16 @@ def test_penalties_are_options_of_a_request(name: str, reader: ChatReader) -> No
     assert scored.notes == (f"{name} changed nothing: the texts of a closed list are scored whole.",)
 
 
-def in_lines(data: bytes) -> str:
-    return base64.encodebytes(data).decode()
-
-
-def plain(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
 @pytest.mark.parametrize(
     ("head", "encode"),
     [
-        ("image/png;base64", plain),
-        ("image/png;base64", lambda data: in_lines(data).replace("\n", "\r\n")),
-        ("image/png;base64", lambda data: f" {in_lines(data)}\n\n".replace("\n", " \t")),
-        ("image/png;base64", lambda data: base64.urlsafe_b64encode(data).decode().rstrip("=") + "\n"),
-        ("image/png;base64", lambda data: quote(in_lines(data), safe="")),
-        ("image/png; charset=utf-8 ; BASE64 ", plain),
-        (";base64", plain),
+        ("image/png;base64", lambda data: b64encode(data).decode()),
+        ("image/png;base64", lambda data: encodebytes(data).decode().replace("\n", "\r\n")),
+        ("image/png;base64", lambda data: f" {encodebytes(data).decode()}\n\n".replace("\n", " \t")),
+        ("image/png;base64", lambda data: urlsafe_b64encode(data).decode().rstrip("=") + "\n"),
+        ("image/png;base64", lambda data: quote(encodebytes(data), safe="")),
+        ("image/png; charset=utf-8 ; BASE64 ", lambda data: b64encode(data).decode()),
+        (";base64", lambda data: b64encode(data).decode()),
         ("image/png", quote),
     ],
 )
@@ -179,10 +172,6 @@ def test_turns_with_pictures_in_their_places(reader: ChatReader) -> None:
         ("assistant", ("A cup.",)),
     ]
     assert (request.texts, len(request.pictures)) == ((("What is this?",), ()), 2)
-
-
-def test_a_request_without_pictures_has_nothing_to_prune(reader: ChatReader) -> None:
-    assert read(reader, messages=messages(("user", "Hello?"))).request.budget == "none"
 
 
 _USER: dict[str, Any] = {"role": "user", "content": [TEXT]}
