@@ -7,8 +7,9 @@ import math
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from sinkprune.deadlines.policy import DeadlinePolicy, RequestHistory
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
 from sinkprune.runtime import loading
-from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.profiling.other_load import OtherLoad
 from sinkprune.runtime.steps import pictures
@@ -68,61 +69,30 @@ def assert_as_reported(pipeline: Pipeline, answer: Answer) -> None:
     assert answer.deadline.met == (answer.deadline.measured_ms <= answer.deadline.deadline_ms)
 
 
-def test_time_enough_runs_unpruned_and_answers_the_same(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = loaded(bundle)
-    hurried = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=5, min_new_tokens=5)
-    plain = pipeline.generate(photo, QUESTION, max_new_tokens=5, min_new_tokens=5)
-    assert (hurried.token_ids, hurried.budget, hurried.finish) == (plain.token_ids, "none", plain.finish)
-    assert plain.deadline is None
-    assert_as_reported(pipeline, hurried)
-    assert hurried.deadline is not None and hurried.deadline.met and hurried.deadline.can_meet
-    assert 0 < hurried.deadline.first_ms <= hurried.deadline.measured_ms
-    given = pipeline.generate(photo, QUESTION, deadline_ms=60_000, budget="retain-64", max_new_tokens=3)
-    assert given.budget == "retain-64"
-    assert_as_reported(pipeline, given)
-
-
-def test_no_time_runs_the_fastest_budget_and_is_reported(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = loaded(bundle)
-    answer = pipeline.generate(photo, QUESTION, deadline_ms=1, max_new_tokens=50, min_new_tokens=50)
-    assert_as_reported(pipeline, answer)
-    assert answer.deadline is not None
-    assert (answer.deadline.can_meet, answer.deadline.met) == (False, False)
-    assert (answer.finish, len(answer.token_ids)) == ("deadline", 1)
+def test_the_time_decides_about_the_budget_and_the_tokens(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline, five = loaded(bundle), {"max_new_tokens": 5, "min_new_tokens": 5}
+    plain = pipeline.generate(photo, QUESTION, **five)
+    enough = pipeline.generate(photo, QUESTION, deadline_ms=60_000, **five)
+    given = pipeline.generate(photo, QUESTION, deadline_ms=60_000, budget="retain-64", **five)
+    too_short = pipeline.generate(photo, QUESTION, deadline_ms=1, **five)
+    for answer, budget, tokens in ((enough, "none", 5), (given, "retain-64", 5), (too_short, too_short.budget, 1)):
+        assert_as_reported(pipeline, answer)
+        assert (answer.budget, len(answer.token_ids)) == (budget, tokens)
+        assert answer.deadline is not None and 0 < answer.deadline.first_ms <= answer.deadline.measured_ms
+        assert answer.deadline.can_meet is answer.deadline.met is (answer is not too_short)
+    assert (enough.token_ids, enough.finish, plain.deadline) == (plain.token_ids, plain.finish, None)
+    assert too_short.finish == "deadline"
 
 
 def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundles, photo: Image.Image) -> None:
     """Measuring takes longer than most deadlines, and would be no part of the time that is told."""
-    ran = list[str]()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
-        def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            ran.append(graph)
-            return engine(inputs)
-
-        return run
+        return lambda inputs: pytest.fail("it ran")
 
     pipeline = Pipeline.load(bundle("gqa-112"), wrap=wrap)
     with pytest.raises(UsageError, match=r"costs .* are not known.*--warm-up.*pipeline\.warm_up.*--costs FILE"):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
-    assert not ran
-    assert pipeline.warm_up(photo, QUESTION, seconds=0.0, deadline_ms=60_000) is pipeline.costs
-    assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
-
-
-def test_costs_of_another_place_are_neither_used_nor_kept(
-    bundle: Bundles, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    costs, pipeline = loaded(bundle).costs, Pipeline.load(bundle("gqa-112"))
-    assert costs is not None
-    kept = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
-    pipeline.costs = replace(costs, place=replace(costs.place, threads=99))
-    with pytest.raises(UsageError, match=r"^the costs are of another place: their 'threads' is 99"):
-        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
-    with pytest.raises(UsageError, match=r"^the costs are of another place"):
-        pipeline.save_costs()
-    assert kept and {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == kept
 
 
 def test_the_first_answer_and_one_that_loads_a_graph_correct_no_expected_time(
@@ -167,23 +137,16 @@ def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, phot
         pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
 
 
-def test_the_command_reports_what_was_chosen(
+def test_the_command_reports_a_late_answer(
     bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
-    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--warm-up", "--json")
-    told = json.loads(outcome.stdout)
-    assert (outcome.code, told["budget"]) == (0, "none")
-    assert re.fullmatch(rf"note: the costs are kept in '{tmp_path}/.*\.json'\.\n", outcome.stderr)
-    assert told["deadline"]["budget"] == "none" and told["deadline"]["met"] is True
-    outcome = run("sinkprune-run", *ask, "--deadline-ms", 1, "--warm-up")
-    assert outcome.code == 0
-    assert "deadline 1 ms: answered in" in outcome.stdout
-    assert outcome.stderr.startswith("late: ") and "No budget was expected to bring a token sooner" in outcome.stderr
-    assert outcome.stderr.count("\n") == 2
-    outcome = run("sinkprune-run", *ask, "--json")
-    assert json.loads(outcome.stdout)["deadline"] is None
+    ask = ("--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--deadline-ms", 1, "--warm-up")
+    outcome = run("sinkprune-run", bundle("gqa-112"), *ask)
+    assert outcome.code == 0 and "deadline 1 ms: answered in" in outcome.stdout
+    late, kept = outcome.stderr.splitlines()
+    assert late.startswith("late: ") and "No budget was expected to bring a token sooner" in late
+    assert re.fullmatch(rf"note: the costs are kept in '{tmp_path}/.*\.json'\.", kept)
 
 
 def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
@@ -201,8 +164,6 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300), "--warm-up", "--costs FILE.json")
     both = ("--warm-up", "--costs", path)
     assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300, *both), "one of the two")
-    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", tmp_path / "none.json")
-    assert_refused(outcome, "none.json", "is missing")
 
 
 def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
@@ -303,15 +264,15 @@ def test_freeing_the_caches_counts(
 def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
     bundle: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, decode, calls = Pipeline.load(bundle("gqa-112")), measuring.decode_one_token, list[int]()
+    pipeline, decode = Pipeline.load(bundle("gqa-112")), measuring.decode_one_token
+    waits = chain([0.15], repeat(0.05))
 
     def slow_at_first(*given: Any) -> Any:
-        calls.append(0)
-        time.sleep(0.15 if len(calls) == 1 else 0.05)
+        time.sleep(next(waits))
         return decode(*given)
 
-    def slow_rows(chain: Any, cache: Any, rows: Any) -> Iterator[Any]:
-        for row in logits_of_rows(chain, cache, rows):
+    def slow_rows(*given: Any) -> Iterator[Any]:
+        for row in logits_of_rows(*given):
             time.sleep(0.05)
             yield row
 
@@ -319,11 +280,8 @@ def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
     monkeypatch.setattr(measuring, "logits_of_rows", slow_rows)
     times = DecoderTimes(pipeline.chain, pipeline.embedding, [20])
     times.run(counted=True)
-    assert 50 < times.token.ms(20) < 70
-    first, *others = times.token_start
-    assert 2 < first < 3.1
-    assert others == pytest.approx([1, 1, 1], abs=0.3)
-    assert 45 < times.pass_row < 70
+    assert 50 < times.token.ms(20) < 70 and 45 < times.pass_row < 70
+    assert times.token_start == (pytest.approx(2.5, abs=0.6), *[pytest.approx(1, abs=0.3)] * 3)
 
 
 def test_a_closed_list_is_expected_by_the_length_of_its_texts(bundle: Bundles, photo: Image.Image) -> None:
@@ -338,40 +296,28 @@ def test_a_closed_list_is_expected_by_the_length_of_its_texts(bundle: Bundles, p
     assert expected[1] > expected[0] + 2000
 
 
-def trial(pipeline: Pipeline, requests: int, on: float, off: float) -> tuple[list[Answer], float]:
-    """Answers on a machine with load that comes and goes, and the share of requests that the smallest budget answered
-    in the same time, in turn with them."""
-    picture = make_scene("validation", 3)[1]
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "off"), [(1.0, 1.0), (100.0, 1.0)])
+def test_under_load_95_of_100_are_in_time(on: float, off: float, tmp_path: Path) -> None:
+    """Or as many as the smallest budget answers in the same time, in turn with them."""
+    assert export([str(POCKET), "-o", str(tmp_path / "bundle")]) == 0
+    pipeline, picture, count = Pipeline.load(tmp_path / "bundle"), make_scene("validation", 3)[1], 200
 
     def smallest() -> float:
         began = time.perf_counter()
         pipeline.generate(picture, QUESTION, budget="retain-32", max_new_tokens=4)
         return (time.perf_counter() - began) * 1e3
 
+    met, alone = list[bool](), list[bool]()
+    # Load that comes and goes.
     with burning(2, on, off):
         pipeline.measure_costs(new_request(picture, QUESTION), 1.0)
         # What a robot's engineer would write down: what the smallest budget needs on this machine, and some air.
-        deadline = 1.3 * float(np.quantile([smallest() for _ in range(requests)], 0.99))
-        answers, alone = [], []
-        for _ in range(requests):
-            answers.append(pipeline.generate(picture, QUESTION, deadline_ms=deadline, max_new_tokens=4))
+        deadline = 1.3 * float(np.quantile([smallest() for _ in range(count)], 0.99))
+        for _ in range(count):
+            answer = pipeline.generate(picture, QUESTION, deadline_ms=deadline, max_new_tokens=4)
+            assert_as_reported(pipeline, answer)
+            assert answer.deadline is not None
+            met.append(answer.deadline.met)
             alone.append(smallest() <= deadline)
-    return answers, float(np.mean(alone))
-
-
-@pytest.fixture(scope="module")
-def pocket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pocket") / "bundle"
-    assert export([str(POCKET), "-o", str(path)]) == 0
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("on", "off"), [(1.0, 1.0), (100.0, 1.0)])
-def test_under_load_95_of_100_are_in_time(pocket: Path, on: float, off: float) -> None:
-    pipeline = Pipeline.load(pocket)
-    answers, alone = trial(pipeline, 200, on, off)
-    for answer in answers:
-        assert_as_reported(pipeline, answer)
-    met = np.mean([answer.deadline.met for answer in answers if answer.deadline])
-    assert met >= min(0.95, alone), (met, alone)
+    assert np.mean(met) >= min(0.95, np.mean(alone)), (met, alone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -33,14 +33,14 @@ def guarded(pipe: Pipeline) -> Iterator[str]:
         yield address
 
 
-def check(callers: Callers, headers: dict[str, str], refusal: str) -> None:
-    """Check that a request with these headers is allowed, or refused with this sentence."""
-    if not refusal:
+def refusal(callers: Callers, **headers: str) -> str:
+    """Return the sentence with which a request with these headers is refused; "" if it is allowed."""
+    try:
         callers.check(Headers(headers))
-        return
-    with pytest.raises(ApiError, match=rf"{refusal}, or with --api-key") as refused:
-        callers.check(Headers(headers))
-    assert refused.value.status == 403
+    except ApiError as error:
+        assert error.status == 403 and "or with --api-key" in str(error)
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def check(callers: Callers, headers: dict[str, str], refusal: str) -> None:
 )
 def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, allowed: bool) -> None:
     """So a page whose name leads to this machine reads nothing (DNS rebinding)."""
-    callers = Callers(host, ["further.example"], [])
-    check(callers, {} if name is None else {"host": name}, "" if allowed else "Host is .*--allow-host NAME")
+    said = refusal(Callers(host, ["further.example"], []), **({} if name is None else {"host": name}))
+    assert said == "" if allowed else "--allow-host NAME" in said
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, al
     ],
 )
 def test_a_foreign_page_is_refused(page: str, allowed: bool) -> None:
-    callers = Callers("127.0.0.1", [], ["https://ui.example"])
-    check(callers, {"host": "localhost:8000", "origin": page}, "" if allowed else "--allow-origin ORIGIN")
+    said = refusal(Callers("127.0.0.1", [], ["https://ui.example"]), host="localhost:8000", origin=page)
+    assert said == "" if allowed else "--allow-origin ORIGIN" in said
 
 
 FOREIGN: list[dict[str, str]] = [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}]
@@ -129,18 +129,17 @@ def test_a_body_is_sent_as_json(kind: str | None, status: int, address: str) -> 
     headers: Any = {} if kind is None else {"Content-Type": kind}
     found = httpx.post(f"{address}/v1/chat/completions", content=body.encode(), headers=headers, timeout=60)
     assert found.status_code == status
-    if status == 415:
-        message = found.json()["error"]["message"]
-        assert "expected application/json. Send the header Content-Type: application/json." in message
+    assert status == 200 or "Send the header Content-Type: application/json." in found.text
 
 
-@pytest.mark.parametrize("word", ["", "a:80", "http://a", "a/b", "*.a", "[::1]", "a b", "a@b"])
-def test_a_wrong_host_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match=r"--allow-host is .*expected a name as robot\.example"):
-        host_name(word)
-
-
-@pytest.mark.parametrize("word", ["", "*", "null", "robot.example", "https://", "https://a/", "https://*.a"])
-def test_a_wrong_origin_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match=r"--allow-origin is .*expected the scheme, name and port"):
-        origin(word)
+@pytest.mark.parametrize(
+    ("check", "words", "said"),
+    [
+        (host_name, ["", "a:80", "http://a", "a/b", "*.a", "[::1]", "a b", "a@b"], "--allow-host is "),
+        (origin, ["", "*", "null", "robot.example", "https://", "https://a/", "https://*.a"], "--allow-origin is "),
+    ],
+)
+def test_wrong_options_are_refused(check: Callable[[str], str], words: list[str], said: str) -> None:
+    for word in words:
+        with pytest.raises(UsageError, match=said):
+            check(word)

@@ -92,14 +92,9 @@ def test_a_question_its_tokens_times_and_a_second_question(
         assert browser.text("#keys") == f"{budget}none" and count(browser, "#bars .bar") == 16
         # The whole unpruned request was timed: its tower ran.
         assert browser.text("#bars tr:nth-child(2)").count("from the session") == 1
-        # An earlier answer is shown with its own question and budget.
-        other = "const list = document.querySelector('#budget'); list.value = list.options[1].value"
-        browser.run(other)
+        # An earlier answer is shown with its own question.
         browser.click("#questions button")
-        fields = "return ['question', 'budget'].map((id) => document.getElementById(id).value)"
-        question, model = browser.run(fields)
-        assert question == "What is on the table?" and model.endswith(f":{budget}")
-        assert browser.text("#summary").startswith(f"{budget}: ")
+        assert browser.run("return document.querySelector('#question').value") == "What is on the table?"
         assert browser.errors() == []
 
 
@@ -134,12 +129,9 @@ def test_the_screenshot_of_the_docs(browser: Browser, tmp_path: Path) -> None:
         browser.wait(lambda: count(browser, "option") > 2)
         browser.run("document.querySelector('#budget').value = arguments[0]", "pocket:retain-64")
         choose(browser, tmp_path / "scene-2.png")
-        for question, answer in (
-            ("What colour is the star?", "yellow"),
-            ("What is written on the purple plate?", "OPEN"),
-        ):
-            ask(browser, question)
-            assert browser.text("#answer") == answer
+        ask(browser, "What colour is the star?")
+        ask(browser, "What is written on the purple plate?")
+        assert browser.text("#answer") == "OPEN"
         browser.click("#compare")
         browser.wait(lambda: "Unpruned, the first token takes" in browser.text("#compared"))
         browser.screenshot(tmp_path / "server-page.png", 1100)
@@ -147,26 +139,18 @@ def test_the_screenshot_of_the_docs(browser: Browser, tmp_path: Path) -> None:
         assert drawn.width == 1100
 
 
-def test_a_key_is_entered_on_the_page(browser: Browser, pipe: Pipeline, photo_file: Path) -> None:
-    with served(pipe, api_key="secret") as address:
-        browser.open(f"{address}/")
-        browser.wait(lambda: browser.run("return !document.querySelector('#key-field').hidden"))
-        browser.wait(lambda: "the API key is missing or wrong" in browser.text("#problem"))
-        browser.type("#key", "secret\ue004")
-        chosen_budget(browser, pipe)
-        choose(browser, photo_file)
-        ask(browser, "What is this?")
-
-
-def test_markup_in_answers_and_names_stays_text(
+def test_with_a_key_markup_in_answers_and_names_stays_text(
     browser: Browser, pipe: Pipeline, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Completion.chunks
     monkeypatch.setattr(Completion, "chunks", lambda self, text, *rest, **more: chunks(self, MARKUP, *rest, **more))
     file = tmp_path / "<img src=x onerror=document.body.id=3>.png"
     photo.save(file)
-    with served(pipe, name="<img src=x onerror=document.body.id=4>") as address:
+    with served(pipe, name="<img src=x onerror=document.body.id=4>", api_key="secret") as address:
         browser.open(f"{address}/")
+        browser.wait(lambda: "the API key is missing or wrong" in browser.text("#problem"))
+        browser.type("#key", "secret\ue004")
+        chosen_budget(browser, pipe)
         choose(browser, file)
         ask(browser, MARKUP)
         browser.click("#compare")

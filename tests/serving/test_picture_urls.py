@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from itertools import repeat
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -51,38 +50,28 @@ def certificate(folder: Path) -> Path:
     return file
 
 
-def answers(path: str) -> Iterator[bytes]:
-    """Yield the pieces of an answer to `path`, some of them without end."""
-    whole = {"/text": b"hello", "/large": b"x" * 3000}.get(path, PNG)
-    if path in ("/moved", "/none"):
-        yield b"HTTP/1.1 302 Found\r\nLocation: /a.png\r\n\r\n" if path == "/moved" else b"HTTP/1.1 404 No\r\n\r\n"
-    elif path == "/chunked":
-        yield OK + b"Transfer-Encoding: chunked\r\n\r\n"
-        yield from (b"1\r\n%c\r\n" % byte for byte in whole)
-        yield b"0\r\n\r\n"
-    elif path == "/until-end":
-        yield OK + b"\r\n" + whole
-    elif path == "/interim":
-        yield b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\n" * 2 + OK + b"\r\n" + whole
-    elif path == "/small-chunks":
-        yield OK + b"Transfer-Encoding: chunked\r\n\r\n"
-        yield from repeat(b"1\r\na\r\n" * 1000)
-    elif path == "/interim-without-end":
-        yield from repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
-    elif path in ("/slow-body", "/slow-chunks", "/slow-head", "/silent"):
-        SILENT.extend([path] * (path == "/silent"))
-        heads = {"/slow-body": b"Content-Length: 900", "/slow-chunks": b"Transfer-Encoding: chunked"}
-        piece = b"1\r\na\r\n" if path == "/slow-chunks" else b"a"
-        yield b"" if path == "/silent" else OK + (heads[path] + b"\r\n\r\n" if path in heads else b"A: ")
-        while True:
-            time.sleep(0.05)
-            yield b"" if path == "/silent" else piece
-    elif path == "/short":
-        yield OK + b"Content-Length: 10000\r\n\r\n" + whole
-    elif path == "/no-http":
-        yield b"220 ready\r\n"
-    else:
-        yield OK + b"Content-Length: %d\r\n\r\n" % len(whole) + whole
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+ANSWERS: dict[str, list[bytes]] = {
+    "/a.png": [OK, b"Content-Length: %d\r\n\r\n" % len(PNG), PNG],
+    "/chunked": [OK, CHUNKED, *(b"1\r\n%c\r\n" % byte for byte in PNG), b"0\r\n\r\n"],
+    "/until-end": [OK, b"\r\n", PNG],
+    "/interim": [b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\n" * 2, OK, b"\r\n", PNG],
+    "/text": [OK, b"\r\nhello"],
+    "/large": [OK, b"\r\n", b"x" * 3000],
+    "/moved": [b"HTTP/1.1 302 Found\r\nLocation: /a.png\r\n\r\n"],
+    "/none": [b"HTTP/1.1 404 No\r\n\r\n"],
+    "/short": [OK, b"Content-Length: 10000\r\n\r\n", PNG],
+    "/no-http": [b"220 ready\r\n"],
+}
+ENDLESS: dict[str, tuple[bytes, bytes, float]] = {
+    "/small-chunks": (OK + CHUNKED, b"1\r\na\r\n" * 1000, 0),
+    "/interim-without-end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100, 0),
+    "/slow-body": (OK + b"Content-Length: 900\r\n\r\n", b"a", 0.05),
+    "/slow-chunks": (OK + CHUNKED, b"1\r\na\r\n", 0.05),
+    "/slow-head": (OK + b"A: ", b"a", 0.05),
+    "/silent": (b"", b"", 0.05),
+}
+"""What is sent first, what again and again, and the seconds between."""
 
 
 class Handler(socketserver.StreamRequestHandler):
@@ -91,8 +80,12 @@ class Handler(socketserver.StreamRequestHandler):
             path = self.rfile.readline().split()[1].decode().partition("?")[0]
             while self.rfile.readline().strip():
                 pass
-            for piece in answers(path):
-                self.wfile.write(piece)
+            SILENT.extend([path] * (path == "/silent"))
+            first, again, seconds = ENDLESS.get(path, (b"".join(ANSWERS.get(path, ANSWERS["/a.png"])), b"", 0.0))
+            self.wfile.write(first)
+            while path in ENDLESS:
+                time.sleep(seconds)
+                self.wfile.write(again)
 
 
 def fetch(url: str) -> bytes:

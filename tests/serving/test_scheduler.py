@@ -75,6 +75,10 @@ class Rig:
         until(lambda: not waits or job.state not in (State.WAITING, State.PREPARING))
         return job
 
+    def hold_preparing(self) -> None:
+        """Let requests that are prepared from now on wait until all run."""
+        self.answers.prepare = lambda name: self.go.wait(10) and None  # type: ignore[func-returns-value]
+
     def run(self) -> str:
         """Let all requests run to their ends; return the steps, a letter each."""
         self.go.set()
@@ -99,19 +103,11 @@ def blocked(rig: Rig) -> None:
     until(lambda: rig.scheduler.active > 0)
 
 
-def test_answers_take_turns_token_by_token(rig: Rig) -> None:
+def test_a_larger_priority_goes_first_and_alone_and_equals_take_turns(rig: Rig) -> None:
     blocked(rig)
-    for name in "abc":
-        rig.ask(name, 3)
-    assert rig.run() == "xabacbacbc"
-
-
-def test_a_larger_priority_goes_first_and_alone(rig: Rig) -> None:
-    blocked(rig)
-    rig.ask("a", 3)
-    rig.ask("b", 3, priority=1)
-    rig.ask("c", 2, priority=5)
-    assert rig.run() == "xcc" + "bbb" + "aaa"
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 0)):
+        rig.ask(name, 3, priority)
+    assert rig.run() == "x" + "ccc" + "abadbadbd"
 
 
 def test_a_request_with_priority_interrupts_a_started_answer(rig: Rig) -> None:
@@ -138,18 +134,6 @@ def test_the_earliest_deadline_starts_first(rig: Rig) -> None:
     rig.ask("c", 1, deadline_ms=30_000)
     rig.ask("d", 1)
     assert rig.run() == "xcbad"
-
-
-def test_the_wait_counts_against_the_deadline(rig: Rig) -> None:
-    blocked(rig)
-    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
-    for name in "xy":
-        rig.ask(name, 1, waits=False)
-    assert prepared(rig, 3) == "xxy"
-    job = rig.ask("a", 1, deadline_ms=60_000, waits=False)
-    time.sleep(0.4)
-    rig.run()
-    assert rig.answers.begun["a"] == pytest.approx(job.arrived, abs=0.3)
 
 
 def header(width: int, height: int) -> ImageBytes:
@@ -185,27 +169,18 @@ def test_pictures_are_decoded_when_it_is_their_requests_turn(rig: Rig) -> None:
     assert steps[:4] == "xghe" and sorted(steps) == sorted("xabcdefgh")
 
 
-def test_large_pictures_are_decoded_one_at_a_time(rig: Rig) -> None:
+@pytest.mark.parametrize("priorities", [(0, 0, 0), (0, 1, 2)])
+def test_large_pictures_are_decoded_one_at_a_time(priorities: tuple[int, ...], rig: Rig) -> None:
+    """And beside one, a small picture of a higher priority."""
     blocked(rig)
-    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
-    for name in "ab":
-        rig.ask(name, 1, picture=LARGE, waits=False)
-    rig.ask("c", 1, waits=False)
-    assert prepared(rig, 2) == "xa"
-    rig.ask("d", 1, priority=1, picture=FRAME, waits=False)
-    assert prepared(rig, 3) == "xad"
+    rig.hold_preparing()
+    for name, priority in zip("abc", priorities, strict=True):
+        rig.ask(name, 1, priority, LARGE, waits=False)
+    assert len(prepared(rig, 2)) == 2
+    rig.ask("d", 1, 3, FRAME, waits=False)
+    assert len(found := prepared(rig, 3)) == 3 and found[2] == "d"
     rig.run()
     assert {*rig.answers.prepared} == {*"xabcd"}
-
-
-def test_large_pictures_of_rising_priorities_are_decoded_one_at_a_time(rig: Rig) -> None:
-    blocked(rig)
-    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
-    for priority, name in enumerate("abc"):
-        rig.ask(name, 1, priority=priority, picture=LARGE, waits=False)
-    assert len(prepared(rig, 2)) == 2
-    rig.run()
-    assert {*rig.answers.prepared} == {*"xabc"}
 
 
 def test_answers_go_on_while_a_picture_is_decoded(rig: Rig) -> None:
@@ -221,47 +196,43 @@ def test_answers_go_on_while_a_picture_is_decoded(rig: Rig) -> None:
     assert rig.ends["a"] == "a"
 
 
-def test_so_many_have_caches_at_once() -> None:
-    rig = Rig(most_active=2)
-    most = []
+def test_limits_on_caches_and_on_the_queue() -> None:
+    rig, most = Rig(most_active=2, most_jobs=7), []
     blocked(rig)
     rig.answers.before_step = lambda name: most.append(rig.scheduler.active)
     for name in "abcdef":
         rig.ask(name, 4)
-    rig.run()
-    rig.scheduler.close()
-    assert max(most) == 2 and len(rig.ends) == 7
-
-
-def test_a_full_queue_refuses_with_a_time_to_try_again() -> None:
-    rig = Rig(most_jobs=2)
-    for name in "ab":
-        rig.ask(name, 1)
-    with pytest.raises(ApiError, match="2 requests wait or run already") as refused:
-        rig.ask("c", 1)
+    with pytest.raises(ApiError, match="7 requests wait or run already") as refused:
+        rig.ask("g", 1)
     assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
     rig.run()
-    rig.ask("d", 1)
+    assert max(most) == 2 and len(rig.ends) == 7
+    rig.ask("h", 1)
     rig.wait()
     rig.scheduler.close()
 
 
-def test_a_client_that_goes_away_ends_its_answer_and_no_other(rig: Rig) -> None:
+def test_an_end_of_one_request_is_none_of_others(rig: Rig) -> None:
+    """Whether its client goes away or it fails."""
     blocked(rig)
-    gone, waits = rig.ask("a", 1000), rig.ask("b", 3)
+    gone = rig.ask("a", 1000)
+    rig.ask("b", 3)
     never = rig.ask("c", 1000)
+    rig.ask("d", 3)
     rig.scheduler.cancel(never)
 
     def before(name: str) -> None:
+        if name == "d":
+            raise ValueError("broken")
         if rig.answers.steps.count("a") == 2:
             rig.scheduler.cancel(gone)
 
     rig.answers.before_step = before
     steps = rig.run()
-    assert waits.stream is not None
-    assert steps.count("a") <= 3 and steps.count("b") == 3 and "c" not in steps
-    assert {"a", "b"} <= {*rig.answers.closed}
+    assert steps.count("a") <= 3 and steps.count("b") == 3 and not {"c", "d"} & {*steps}
+    assert {*"abd"} <= {*rig.answers.closed}
     assert isinstance(rig.ends["a"], GeneratorExit) and rig.ends["b"] == "b"
+    assert isinstance(rig.ends["d"], ValueError)
 
 
 def test_decoding_ends_for_a_client_that_goes_away(rig: Rig) -> None:
@@ -269,20 +240,6 @@ def test_decoding_ends_for_a_client_that_goes_away(rig: Rig) -> None:
     rig.scheduler.cancel(rig.ask("a", 1, picture=picture))
     with pytest.raises(ImageError, match="nobody needs the image"):
         picture.decoded()
-
-
-def test_an_error_ends_its_request_and_no_other(rig: Rig) -> None:
-    blocked(rig)
-    rig.ask("a", 3)
-    rig.ask("b", 3)
-
-    def before(name: str) -> None:
-        if name == "a":
-            raise ValueError("broken")
-
-    rig.answers.before_step = before
-    assert rig.run() == "xbbb"
-    assert isinstance(rig.ends["a"], ValueError) and rig.ends["b"] == "b"
 
 
 def test_closing_ends_what_waits(rig: Rig) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import json
-import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -162,14 +161,6 @@ def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> No
         assert token["token"] == bytes(token["bytes"]).decode(errors="replace") or token is collected.tokens[-1]
 
 
-def test_a_conversation(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
-    history = [("user", ["", QUESTION]), ("assistant", "A cup.")]
-    expected = pipe.generate(photo, "Sure?", budget="retain-64", history=history, max_new_tokens=TOKENS)
-    turns = [*asked(photo), {"role": "assistant", "content": "A cup."}, {"role": "user", "content": "Sure?"}]
-    found = client.chat.completions.create(model="m", messages=turns, max_tokens=TOKENS)
-    assert found.choices[0].message.content == expected.text
-
-
 def test_eight_at_once_are_as_alone(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
     pictures = [photo.rotate(turn) for turn in range(0, 360, 45)]
     budgets = ["none", "retain-64"] * 4
@@ -187,30 +178,8 @@ def test_eight_at_once_are_as_alone(client: openai.OpenAI, pipe: Pipeline, photo
         assert [*threads.map(ask, range(8))] == expected
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_place(stream: bool, pipe: Pipeline, photo: Image.Image) -> None:
-    with served(pipe, max_queue=1) as address:
-        long: dict[str, Any] = {"messages": asked(photo), "max_tokens": 900, "min_new_tokens": 900}
-        if stream:
-            body, path = {"model": "m", "stream": True, **long}, "/v1/chat/completions"
-            with httpx.stream("POST", address + path, json=body, timeout=60) as response:
-                # A reference, because the last one closes the connection.
-                lines = response.iter_lines()
-                assert (response.status_code, next(lines)[:5]) == (200, "data:")
-                assert post(address).status_code == 429
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                post(address, timeout=0.5, **long)
-        end = time.monotonic() + 20
-        while (again := post(address)).status_code == 429:
-            assert again.headers["retry-after"] == "1" and time.monotonic() < end
-        assert again.status_code == 200
-        counts = httpx.get(f"{address}/metrics").text
-        assert 'sinkprune_requests_total{status="499"} 1.0' in counts
-        assert f"sinkprune_generated_tokens_total {again.json()['usage']['completion_tokens']}.0" in counts
-
-
 def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
+    # live-vlm-webui takes the first one if no name has the word llava.
     assert [model.id for model in client.models.list()] == ["m", "m:none", "m:retain-64", "m:retain-192"]
     assert client.models.retrieve("m:none").id == "m:none"
     with pytest.raises(openai.NotFoundError, match="The server has: m, m:none"):
@@ -222,7 +191,8 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
         return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
 
     before = metric('sinkprune_requests_total{status="200"}'), metric("sinkprune_ttft_seconds_count")
-    post(address)
+    tokens = metric("sinkprune_generated_tokens_total") + post(address).json()["usage"]["completion_tokens"]
+    assert metric("sinkprune_generated_tokens_total") == tokens
     assert metric('sinkprune_requests_total{status="200"}') == before[0] + 1
     assert metric("sinkprune_ttft_seconds_count") == before[1] + 1
     assert (metric("sinkprune_waiting"), metric("sinkprune_active")) == (0, 0)
@@ -250,17 +220,14 @@ def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Im
         assert found.status_code == status and path in found.json()["error"]["message"]
 
 
-def test_a_key_and_a_limit_on_bodies(pipe: Pipeline) -> None:
-    with served(pipe, api_key="secret", max_body_bytes=2000) as address:
+def test_a_key(pipe: Pipeline) -> None:
+    with served(pipe, api_key="secret") as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert post(address, headers).status_code == 401
             assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 401
-        right = {"Authorization": "Bearer secret"}
         for scheme in ("Bearer", "bearer", "BEARER "):
             assert post(address, {"Authorization": f"{scheme} secret"}).status_code == 200
         assert post(address, {"Authorization": "Basic secret"}).status_code == 401
-        large = post(address, right, user="x" * 3000)
-        assert large.status_code == 413 and "2000 bytes" in large.json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 200
 
 
@@ -281,17 +248,6 @@ def test_a_bug_of_ours_is_a_500_without_details(
     assert "secret path" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
-def test_a_picture_of_16_bits_is_noted(address: str) -> None:
-    depth = Image.fromarray(np.full((60, 80), 2570, np.uint16))
-    part = "the model sees 75 % of the picture (the middle 60x60 of 80x60). --fit pad shows it all"
-    dark = "largest value is now 10 of 255"
-    for picture, notes in ((depth, [dark, part]), (Image.new("RGB", (80, 60)), [part])):
-        details = post(address, messages=asked(picture), max_tokens=1).json()["sinkprune"]
-        assert len(details["notes"]) == len(notes)
-        assert all(said in note for said, note in zip(notes, details["notes"], strict=True))
-
-
 PAUSE_MS = 400.0
 
 
@@ -301,22 +257,6 @@ def in_two_pieces(body: dict[str, Any]) -> Iterator[bytes]:
     yield content[:-50]
     time.sleep(PAUSE_MS / 1e3)
     yield content[-50:]
-
-
-def test_the_first_text_comes_after_reading_queue_and_first_token(pipe: Pipeline, photo: Image.Image) -> None:
-    body = {"model": "m", "messages": asked(photo, QUESTION), "stream": True, "max_tokens": 4}
-    first, done = 0.0, {}
-    with served(pipe) as address:
-        began = time.perf_counter()
-        url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
-        with httpx.stream("POST", url, content=content, headers=AS_JSON) as response:
-            for line in response.iter_lines():
-                first = first or (time.perf_counter() - began) * 1e3
-                done = json.loads(line.removeprefix("data: ")).get("sinkprune", done) if "{" in line else done
-        metrics = httpx.get(f"{address}/metrics").text
-    assert done["read_ms"] >= PAUSE_MS
-    assert first >= done["read_ms"] + done["queued_ms"] + done["ms"]["ttft"]
-    assert 'sinkprune_read_seconds_bucket{le="0.3"} 0.0' in metrics and "sinkprune_read_seconds_count 1.0" in metrics
 
 
 def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: Image.Image) -> None:
@@ -330,8 +270,10 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: 
                 report, waited = found["deadline"], found["read_ms"] + found["queued_ms"]
                 assert report["deadline_ms"] == deadline_ms
                 assert report["met"] == (report["measured_ms"] <= deadline_ms) == (deadline_ms > PAUSE_MS)
-                assert waited < report["first_ms"] < report["measured_ms"]
+                assert PAUSE_MS <= found["read_ms"] <= waited < report["first_ms"] < report["measured_ms"]
                 assert waited < report["predicted_first_ms"] <= report["predicted_ms"]
+            metrics = httpx.get(f"{address}/metrics").text
+            assert 'sinkprune_read_seconds_bucket{le="0.3"} 0.0' in metrics
     finally:
         pipe.costs = None
     with served(pipe) as address:
@@ -381,30 +323,12 @@ def test_a_long_video(pipeline: Pipelines, photo: Image.Image, tmp_path: Path) -
     assert "the model sees 4 frames of the clip in place of 24, the bundle's limit" in details["notes"][-1]
 
 
-@contextmanager
-def full_disk(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    with Path("/dev/full").open("r+b") as file:
-        patch.setattr(video_file, "NamedTemporaryFile", lambda prefix: file)
-        yield
-
-
-@contextmanager
-def no_descriptors(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    before, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 @pytest.mark.parametrize(
     ("shortage", "status", "said"),
-    [(full_disk, 507, "no room for a temporary file"), (no_descriptors, 503, "no free file descriptor")],
+    [(errno.ENOSPC, 507, "no room for a temporary file"), (errno.EMFILE, 503, "no free file descriptor")],
 )
 def test_without_room_for_a_video_the_request_is_rejected(
-    shortage: Callable[[pytest.MonkeyPatch], AbstractContextManager[None]],
+    shortage: int,
     status: int,
     said: str,
     pipeline: Pipelines,
@@ -413,15 +337,18 @@ def test_without_room_for_a_video_the_request_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    def fail(prefix: str) -> None:
+        raise OSError(shortage, "a shortage")
+
     own, _, body = film(pipeline, photo, tmp_path, frames=4)
-    with served(own, budget="prune-80") as address, httpx.Client(base_url=address, timeout=60) as client:
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    with served(own, budget="prune-80") as address:
         capfd.readouterr()
-        with monkeypatch.context() as patch, shortage(patch):
-            response = client.post("/v1/chat/completions", json=body)
+        with monkeypatch.context() as patch:
+            patch.setattr(video_file, "NamedTemporaryFile", fail)
+            response = post(address, **body)
         assert response.status_code == status and said in response.json()["error"]["message"]
         assert "Traceback" not in capfd.readouterr().err
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert post(address, **body).status_code == 200
 
 
 def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(pipe: Pipeline) -> None:
@@ -444,8 +371,5 @@ def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(pipe: Pipeline) 
         "require-trusted-types-for": "'script'",
         "trusted-types": "'none'",
     }
-    # It inserts no text as HTML.
-    assert re.findall(r"https?:|[\"'(]//|@import|url\(", page.text) == []
-    assert re.findall(r"\b(?:src|href)\s*=\s*(\S+?)[\s>]", page.text) == ['"data:,"']
-    assert re.findall(r"\bon\w+\s*=\s*[\"']|\bstyle\s*=", page.text) == []
-    assert re.findall(r"(?:inner|outer)HTML|insertAdjacent|document\.write|\beval\b|Function\(", page.text) == []
+    # Without a policy it would load nothing from elsewhere and insert no text as HTML, too.
+    assert re.findall(r"https?:|[\"'(]//|@import|url\(|(?:inner|outer)HTML|insertAdjacent|\beval\b", page.text) == []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import struct
 import tempfile
-import zlib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +45,6 @@ _CLIPS = {
     ".gif": "gif",
     ".hevc.mp4": "libx265",
 }
-_SIDE = 8000
 
 
 @cache
@@ -73,21 +69,6 @@ def _saved(picture: Image.Image, name: str, **options: Any) -> bytes:
     except (OSError, KeyError, ValueError):
         return b""
     return buffer.getvalue()
-
-
-def huge_pictures() -> Iterator[bytes]:
-    """Yield small files with very many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    for side in (13_000, 13_300, 20_000, 2**31 - 1):
-        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b""))
-        yield b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
-    for name in ("JPEG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000"):
-        options = {"compression": "tiff_deflate"} if name == "TIFF" else {}
-        yield _saved(Image.new("1" if name == "BMP" else "L", (_SIDE, _SIDE)), name, **options)
 
 
 @cache
