@@ -145,6 +145,7 @@ def test_the_error_for_a_missing_tokenizer_json_shows_how_to_make_it(folder: Pat
         ("tokenizer.json", b"[" * 5000, "is no valid tokenizer"),
         ("tokenizer.json", b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}', "expected BPE"),
         ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": [], "dropout": 0.5}}', "BPE without"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 1, "b": 1}, "merges": []}}', "the same id"),
         ("tokenizer_config.json", b"[]", "expected a JSON object"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}', "id of a token is malformed"),
         ("tokenizer_config.json", b'{"bos_token": 5}', "bos_token is malformed"),

@@ -136,6 +136,12 @@ def _backend(folder: Path) -> Tokenizer:
             f"'{folder / name}' has a model of type {type(backend.model).__name__}, expected BPE without dropout. "
             "Use a checkpoint whose tokenizer is BPE."
         )
+    ids = backend.get_vocab(with_added_tokens=False).values()
+    if len(set(ids)) < len(ids):
+        # The library takes it, and panics where it decodes an answer.
+        raise CheckpointError(
+            f"'{folder / name}' gives several tokens the same id, expected one token an id. Download it again."
+        )
     return backend
 
 
