@@ -1,4 +1,4 @@
-"""Stable interfaces of `sinkprune-export`: the keys of its JSON, and former names of options."""
+"""`sinkprune-export`: the keys of its JSON, its progress, the extra that it needs, and its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.programs.commands import run
+from support.models.heads_of_64 import CONFIG
+from support.models.peer_shapes import sizes
+from support.programs.commands import own_process, run
 
 
 @pytest.mark.parametrize("dialect", ["opset20", "opset24"])
@@ -98,3 +100,35 @@ def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tm
     assert done.stderr.startswith(f"error: exporting needs the package '{package}', which is not installed. Install")
     assert "pip install --editable '.[export]'" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# Run in a process of its own, whose children's peak is then the export's.
+_MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); \
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
+
+
+def peak_bytes(config: dict[str, Any], folder: Path) -> int:
+    """The peak resident memory of exporting `config` with random weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    command = own_process(
+        "sinkprune-export", folder, "--random-weights", "-o", folder / "out", "--budgets", "retain-64"
+    )
+    measure = [sys.executable, "-c", _MEASURE, *command]
+    done = subprocess.run(measure, capture_output=True, text=True, check=True, timeout=120, cwd=folder)
+    return int(done.stdout)
+
+
+def llava(layers: int, width: int) -> dict[str, Any]:
+    """A LLaVA whose decoder is nearly all of it."""
+    text = {**CONFIG["text_config"], **sizes(width, 4 * width, layers, 8, 8)}
+    return {**CONFIG, "text_config": text}
+
+
+@pytest.mark.slow
+def test_export_holds_a_fraction_of_a_segment(tmp_path: Path) -> None:
+    small = peak_bytes(llava(layers=4, width=64), tmp_path / "small")
+    large = peak_bytes(llava(layers=12, width=448), tmp_path / "large")
+    # decoder_2 is layers 7 to 11, 16 d^2 weights each, fp32
+    largest_segment = 5 * 16 * 448**2 * 4
+    assert large - small < 0.5 * largest_segment

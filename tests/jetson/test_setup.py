@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from sinkprune.jetson.boards import read_boards
-from support.programs.dockerfiles import JETPACK_6, JETPACK_7, arguments, values
+from support.programs.dockerfiles import JETPACK_7, arguments
 from support.programs.repository import ROOT
 from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2
 from support.stand_ins.setup_stand_ins import SETUP, ScratchBoard, scratch_board
@@ -216,13 +216,6 @@ def test_nothing_of_the_current_folder_is_run_and_nothing_is_installed_by_name(
     assert not (tmp_path / "stolen").exists()
     # Python's own -I keeps modules of the current folder out.
     assert all(" -I " in line for line in board.calls() if line.startswith("python"))
-
-
-@pytest.mark.parametrize("path", [JETPACK_6, JETPACK_7])
-def test_an_image_holds_what_the_set_up_installs(path: str) -> None:
-    (extras,) = re.findall(r"^readonly extras=(\S+)$", SETUP.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {*extras.split(",")} <= {*arguments(path)["EXTRAS"].split(",")}
-    assert any("python3 -m venv --system-site-packages" in rest for rest in values(path, "RUN"))
 
 
 def test_the_extra_follows_the_cuda_of_each_jetpack() -> None:

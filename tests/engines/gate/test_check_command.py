@@ -15,7 +15,6 @@ from sinkprune import Answer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
 from sinkprune.engines.gate.recording import GateQuestion
-from sinkprune.engines.gate.report import rounding_of
 from sinkprune.runtime.pipeline import Pipeline
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow, slow_except
@@ -42,24 +41,6 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
         return engines
 
     return get
-
-
-@pytest.mark.parametrize(
-    ("compute", "vision", "others"),
-    [
-        ("fp32", "fp32", "fp32"),
-        ("the graphs' types", "fp32", "fp32"),
-        ("bf16", "bf16", "bf16"),
-        ("fp16, int8 where openvino finds it faster", "fp16", "fp16"),
-        ("bf16, int8 where openvino finds it faster", "bf16", "bf16"),
-        ("the graphs' types; vision in bf16", "bf16", "fp32"),
-    ],
-)
-def test_limits_follow_the_types_of_the_backend(compute: str, vision: str, others: str, source: Path) -> None:
-    manifest = read_bundle(source).manifest
-    for graph in manifest.graphs:
-        expected = "fp32" if "/" in graph else vision if graph == "vision" else others
-        assert rounding_of(graph, manifest, compute) == expected, graph
 
 
 @pytest.mark.parametrize(

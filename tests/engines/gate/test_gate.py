@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def test_another_choice_is_found(graph: str, target: str, honest: Made, tmp_path
 
 def test_what_a_step_repeats_is_stored_once(honest: Made, tmp_path: Path) -> None:
     made = honest(policy=True)
-    recording = record(made.bundle, made.question, tmp_path / "recording", SILENT)
+    record(made.bundle, made.question, tmp_path / "recording", SILENT)
     names = [set(np.load(path).files) for path in sorted((tmp_path / "recording" / "expert").glob("*.npz"))]
     outputs, changing = {"out.actions_out", "out.velocity"}, {"in.actions", "in.time_embedding"}
     assert {"in.past_key_0", "in.cos", "in.state", *changing, *outputs} < names[0]
@@ -179,12 +179,6 @@ def test_what_a_step_repeats_is_stored_once(honest: Made, tmp_path: Path) -> Non
     assert {"in.past_key_0", "in.length_0", *changing} <= names[STEPS]
     with pytest.raises(ValueError, match="of another question"):
         Recording(tmp_path / "recording", made.bundle, replace(made.question, prompt="pick up the plate"))
-    calls = list(recording.calls("expert"))
-    inputs = {one.name for one in made.bundle.manifest.graphs["expert"].inputs}
-    assert all(set(call.inputs) == inputs for call in calls)
-    for before, after in pairwise(calls[:STEPS]):
-        np.testing.assert_array_equal(before.outputs["actions_out"], after.inputs["actions"])
-        np.testing.assert_array_equal(before.inputs["past_value_7"], after.inputs["past_value_7"])
 
 
 @pytest.mark.parametrize("by", [0.0, 1e-5, 0.02])

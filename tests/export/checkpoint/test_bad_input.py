@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -148,3 +149,42 @@ def test_disk_full_while_writing(checkpoint: Checkpoints, tmp_path: Path) -> Non
     # On a busy machine lines of progress may stand before it.
     assert done.stderr.splitlines()[-1].startswith(f"error: the system refused '{tmp_path / 'out'}': File")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("..", "'..' names no new folder"),
+        ("file", "'file' exists and is not"),
+        ("folder", "'folder' exists and is not"),
+        ("link", "'link' is a link to 'folder'"),
+        ("dangling", "'dangling' is a link to 'nowhere'"),
+        ("file/out", "file' is no folder"),
+        (os.fsdecode(b"out\xff"), "the name 'out\\udcff' is not UTF-8"),
+        ("a\0b", "the name 'a\\x00b' holds a NUL"),
+        ("a/" * 3000 + "out", "cannot be written: File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be(
+    output: str, message: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("file", "folder/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for name, target in (("link", "folder"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(target)
+    before = sorted(tmp_path.rglob("*"))
+    assert_refused(run("sinkprune-export", checkpoint("gqa-112"), "-o", output, "--force"), message)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_read_is_not_written_into(checkpoint: Checkpoints, bundle: Callable[..., Path]) -> None:
+    source, read = checkpoint("gqa-112"), bundle("gqa-112")
+    assert_refused(run("sinkprune-export", source, "-o", source, "--force"), f"'{source}' exists and is not a")
+    # A file that its manifest does not list would make it no bundle.
+    output = read / "deeper" / "out"
+    assert_refused(run("sinkprune-export", source, "-o", output), "whose bundle.json lists all its files")
+    built = run("sinkprune-build", read, "-o", output, "--target", "onnxruntime")
+    assert_refused(built, f"'{output}' lies within '{read}'")
+    assert not (source / "bundle.json").exists() and not output.parent.exists()

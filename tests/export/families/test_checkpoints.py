@@ -1,4 +1,7 @@
-"""Checkpoints of each family as published: sharded, in bfloat16, with names of several transformers versions."""
+"""Checkpoints of each family as published: sharded, in bfloat16, with names of several transformers versions.
+
+The features of DeepStack reach the first segment, and no export or bundle loses them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,11 @@ from transformers import AutoModelForImageTextToText
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest, open_source
+from support.models.manifests import manifest_data, write_data
+from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from support.programs.commands import assert_refused, run
 
 Checkpoints = Callable[[str], Path]
@@ -93,19 +99,6 @@ def test_bfloat16_becomes_fp32_exactly(checkpoint: Checkpoints, tmp_path: Path) 
     np.testing.assert_array_equal(held[-head.size :], head)
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "visual_tokens"), [("qwen", None, 21 * 14), ("qwen3-vl", "int4", 19 * 12)]
-)
-def test_random_weights_answer(
-    name: str, weights: Any, visual_tokens: int, checkpoint: Checkpoints, photo: Image.Image, tmp_path: Path
-) -> None:
-    shutil.copy(checkpoint(name) / "config.json", tmp_path)
-    request = ExportRequest(str(tmp_path), budgets=("prune-77.8",), random_weights=True, weights=weights)
-    export_bundle(request, tmp_path / "bundle")
-    answer = Pipeline.load(tmp_path / "bundle").generate(photo, "Hm?", budget="prune-77.8", max_new_tokens=3)
-    assert answer.visual_tokens == visual_tokens
-
-
 def test_a_limit_that_is_too_large_for_topk_is_rejected_with_what_fits(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -164,3 +157,30 @@ def test_clips_have_tokens_for_a_robot(name: str, frames: int, tokens: int, copi
     opened = open_source(ExportRequest(str(folder), max_frames=frames))
     opened.weights.close()
     assert opened.processor["video"]["max_pixels"] == tokens * (784 if name == "qwen" else 1024)
+
+
+def test_a_decoder_that_would_be_cut_before_its_features_are_added_is_rejected(tmp_path: Path) -> None:
+    make_qwen_checkpoint(tmp_path / "checkpoint", QwenShape(kind="qwen3_vl", num_layers=23))
+    outcome = run("sinkprune-export", tmp_path / "checkpoint", "-o", tmp_path / "out", "--budgets", "prune-80")
+    assert_refused(outcome, "drops tokens after layer 1", "DeepStack", "No stage may come before layer 2")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("graph", "role", "message"),
+    [
+        ("decoder_0", "inputs", "'decoder_0' does not take"),
+        ("sinkpruner/prune-66.7/sanitizer", "outputs", "kept_deepstack"),
+        ("vision", "outputs", "deepstack"),
+    ],
+)
+def test_a_bundle_that_would_lose_the_features_is_rejected(
+    graph: str, role: str, message: str, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(bundle("qwen3-vl"), tmp_path / "bundle")
+    manifest = manifest_data(tmp_path / "bundle")
+    spec = manifest["graphs"][graph]
+    spec[role] = [tensor for tensor in spec[role] if "deepstack" not in tensor["name"]]
+    write_data(tmp_path / "bundle", manifest)
+    with pytest.raises(BundleError, match=message):
+        read_bundle(tmp_path / "bundle")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,12 +15,10 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.functions import ROUNDS
 from sinkprune.export.pruning.plan import MAX_ROUNDS
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
-from support.programs.repository import ROOT
 from support.references.kept_tokens import SANITIZING, assert_keeps
 from support.references.reference_methods import READ_THE_QUESTION
 
@@ -126,12 +123,3 @@ def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     """The CPU has no fp16 arithmetic to be wrong with; elsewhere a squared norm would pass fp16's maximum."""
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
-
-
-def test_the_page_of_methods_names_every_method_and_no_other() -> None:
-    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
-    rules = page.split("## The rules\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\|.*\n", rules, re.MULTILINE)
-    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-    assert {f"sinkpruner{name}" if name.startswith("-") else name for name in names} == set(ALL_METHODS)
-    assert [name for name in ALL_METHODS if not name.startswith("sinkpruner") and f"`{name}`" not in rules] == []

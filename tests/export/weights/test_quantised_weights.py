@@ -1,4 +1,4 @@
-"""The tensors of quantised matrices: unpacked as they were packed, and rejected if damaged."""
+"""Quantised matrices: supported settings of quantization_config, and damaged tensors that are rejected."""
 
 from __future__ import annotations
 
@@ -14,21 +14,13 @@ from safetensors.numpy import load_file, save_file
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
-from sinkprune.export.weights.quantised_weights import QuantisedWeights, read_quantisation
+from sinkprune.export.weights.quantised_weights import Quantisation, QuantisedWeights, read_quantisation
 from support.models.quantised_checkpoints import Layout, Made, change_config, quantise, stored
 from support.programs.commands import assert_refused, run
 
 GPTQ, AWQ = Layout(), Layout("awq")
 NAME = "language_model.layers.0.mlp.up_proj.weight"
 STEM = NAME.removesuffix(".weight")
-FORMS: list[dict[str, Any]] = [
-    {},
-    {"desc_act": True},
-    {"sym": False},
-    {"sym": False, "version_2": True, "desc_act": True},
-    {"bits": 8, "sym": False, "desc_act": True},
-    {"method": "awq"},
-]
 
 
 def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> QuantisedWeights:
@@ -36,25 +28,6 @@ def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> Q
     quantisation = read_quantisation("given", {"quantization_config": config})
     assert quantisation is not None
     return QuantisedWeights(SafetensorsWeights(folder), quantisation)
-
-
-@pytest.mark.parametrize("size", [-1, 32, 128])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_matrix_is_what_was_packed(form: dict[str, Any], size: int, tmp_path: Path) -> None:
-    layout = Layout(**form, group_size=size)
-    rng = np.random.default_rng(abs(size))
-    layer = quantise(rng.standard_normal((24, 256), np.float32), layout, rng)
-    weights = opened(tmp_path, stored(NAME, layer, layout), layout.config)
-    assert NAME in weights and weights.quantised(NAME) and f"{STEM}.bias" not in weights
-    np.testing.assert_array_equal(weights.tensor(NAME, [24, 256]), layer.matrix)
-    found = weights.layer(NAME, 256, 24)
-    order = np.arange(256) if found.order is None else found.order
-    assert (found.order is None) == (layer.groups == np.sort(layer.groups)).all()
-    assert (np.diff(layer.groups[order]) >= 0).all()
-    np.testing.assert_array_equal(found.codes(), layer.codes[order])
-    np.testing.assert_array_equal(found.scales(), layer.scales)
-    np.testing.assert_array_equal(found.zeros(), layer.zeros)
-    assert found.group == (256 if size == -1 else size)
 
 
 def test_codes_need_no_floats_and_groups_in_order_no_g_idx(tmp_path: Path) -> None:
@@ -145,3 +118,57 @@ def test_a_configuration_of_another_checkpoint_is_rejected(
     folder = Path(shutil.copytree(quantised(GPTQ).folder, tmp_path / "checkpoint"))
     change_config(folder, config)
     assert_export_refused(folder, *message)
+
+
+GPTQ_CONFIG, AWQ_CONFIG = Layout(group_size=128).config, Layout("awq", group_size=128).config
+# As auto_gptq 0.4 wrote them
+OLDEST = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def read(quantisation: object) -> Quantisation | None:
+    return read_quantisation("given", {"quantization_config": quantisation})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (OLDEST, Quantisation("gptq", 4, 128, symmetric=True, reordered=False, zeros_less_one=True)),
+        ({**GPTQ_CONFIG, "desc_act": True, "sym": False}, Quantisation("gptq", 4, 128, False, True, True)),
+        (
+            {**GPTQ_CONFIG, "format": "gptq", "checkpoint_format": "GPTQ_V2"},
+            Quantisation("gptq", 4, 128, True, False, False),
+        ),
+        ({**GPTQ_CONFIG, "bits": 8, "group_size": -1}, Quantisation("gptq", 8, None, True, False, True)),
+        (AWQ_CONFIG, Quantisation("awq", 4, 128, False, False, False)),
+        (
+            {**AWQ_CONFIG, "version": "GEMM", "sym": True, "desc_act": True},
+            Quantisation("awq", 4, 128, False, False, False),
+        ),
+        ({}, None),
+    ],
+)
+def test_what_libraries_write_is_read(config: object, expected: Quantisation | None) -> None:
+    assert read(config) == expected
+    assert read_quantisation("given", {"text_config": {"quantization_config": config}}) == expected
+    assert read_quantisation("given", {"text_config": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**GPTQ_CONFIG, "bits": 3}, "quantization_config.bits is 3, expected 4 or 8"),
+        ({**AWQ_CONFIG, "bits": 8}, "quantization_config.bits is 8, expected 4;"),
+        ({"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors', expected gptq or awq"),
+        ({"quant_method": ["awq"]}, r"quantization_config.quant_method: found \['awq'\], expected 1 to 200"),
+        ({**AWQ_CONFIG, "version": "gemv"}, "quantization_config.version is 'gemv', expected gemm"),
+        ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected gptq or gptq_v2"),
+        ({**GPTQ_CONFIG, "is_marlin_format": True}, "is_marlin_format is true, expected false"),
+        ({**AWQ_CONFIG, "zero_point": False}, "zero_point is false, expected true"),
+        ({**GPTQ_CONFIG, "group_size": 16}, "group_size is 16, expected a multiple of 32, or -1"),
+    ],
+)
+def test_an_unsupported_setting_is_rejected_by_name(config: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(config)
+    with pytest.raises(CheckpointError, match="quantization is MLX's, which is not read"):
+        read_quantisation("given", {"quantization": {"bits": 4, "group_size": 64}})
