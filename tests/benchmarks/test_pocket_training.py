@@ -12,14 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from pocket_training import model as pocket_model
 from pocket_training import qwen_model
 from pocket_training.batches import pictures, turns
-from pocket_training.decoding import Sight, answer_loss, read, right_turns
+from pocket_training.decoding import answer_loss, read, right_turns
 from pocket_training.lessons import draw_questions
 from pocket_training.losses import tower_states
 from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers
@@ -28,7 +27,7 @@ from pocket_training.recipes import POCKET, RECIPES
 from pocket_training.stages import Stage
 from sinkprune import Pipeline
 from sinkprune.demo.questions import KINDS
-from sinkprune.demo.scenes import UNIT, Scene, make_scene, make_varied
+from sinkprune.demo.scenes import UNIT, make_scene, make_varied
 from sinkprune.export.command import main as export
 from train_pocket_model import Training
 
@@ -48,10 +47,6 @@ def model() -> LlavaForConditionalGeneration:
     return pocket_model.new_model()
 
 
-def sight(model: LlavaForConditionalGeneration, picture: Image.Image, scene: Scene) -> Sight:
-    return RECIPE.see(model, RECIPE.new_probe(model), [(scene, picture)], 256, 0).sight
-
-
 def rendered(folder: Path) -> list[int]:
     """The ids that the checkpoint's own template gives a question about a picture."""
     content = [{"type": "image"}, {"type": "text", "text": ASKED}]
@@ -63,7 +58,7 @@ def test_turns_see_the_picture_and_themselves_only(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
     scene, picture = make_scene("validation", 3)
-    tokens = sight(model, picture, scene)
+    tokens = RECIPE.see(model, RECIPE.new_probe(model), [(scene, picture)], 256, 0).sight
     asked = turns([draw_questions(scene, Random(0), 20, list(KINDS))], tokenizer)
     assert asked.ids.shape[1] > asked.chunk
     reading = read(model, tokens, asked)
