@@ -10,8 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 import frames
@@ -229,6 +232,32 @@ def test_rows_next_to_pytorch(
     assert {*report["ms"]} >= {"PyTorch float32, eager", "PyTorch float32, compiled", "ort-cpu none"}
     assert all(len(row[part]) == 1 for row in report["ms"].values() for part in PARTS)
     assert report["text_tokens"] > 0
+
+
+def test_rows_of_vllm_come_from_its_own_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in of the library: what it is given, and what is computed of its times."""
+    vllm = MagicMock(SamplingParams=SimpleNamespace)
+    vllm.LLM.return_value.generate.side_effect = lambda prompt, params, use_tqdm: [
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.max_tokens)])
+    ]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_index": 32000}))
+    like, path = tmp_path / "like.json", tmp_path / "vllm.json"
+    like.write_text(json.dumps({"text_tokens": 41}))
+    options = ["--rounds", "2", "--frame", "64x48", "--new-tokens", "5"]
+    next_to_vllm.main([str(tmp_path), "--like", str(like), *options, "--json", str(path)])
+    assert vllm.LLM.call_args.kwargs["load_format"] == "dummy"
+    given = [call.args for call in vllm.LLM.return_value.generate.call_args_list]
+    times = json.loads(path.read_text())["ms"][next_to_vllm.ROW]
+    assert [len(times[part]) for part in ("ttft", "per_token")] == [2, 2]
+    assert [params.max_tokens for _, params in given] == [1, 5] * (2 + next_to_vllm.WARM_UP)
+    pictures = [prompt["multi_modal_data"]["image"] for prompt, _ in given]
+    assert len({np.asarray(picture).tobytes() for picture in pictures}) == len(given)
+    assert all(len(prompt["prompt_token_ids"]) == 42 for prompt, _ in given)
+    assert given[0][0]["prompt_token_ids"].count(32000) == 1 and pictures[0].size == (64, 48)
+    assert "| - | - |" in capsys.readouterr().out
 
 
 @pytest.mark.slow
