@@ -65,20 +65,12 @@ def small(pipeline: Callable[..., Pipeline]) -> Pipeline:
 
 
 def written(folder: Path) -> Path:
-    """Write the suite into `folder`, a case to some files and a list of cases to another."""
-    tests = [
-        {
-            "description": f"kind {number}",
-            "schema": schema,
-            "tests": [
-                {"data": value, "valid": valid}
-                for values, valid in ((allowed, True), (forbidden, False))
-                for value in values
-            ],
-        }
-        for number, (schema, allowed, forbidden) in enumerate(KINDS)
-    ]
-    tests += [{"description": f"rejected {one}", "schema": one, "tests": []} for one in REJECTED]
+    """Write the suite into `folder`: a case, and the list of the others."""
+    tests = []
+    for schema, allowed, forbidden in [*KINDS, *((one, [], []) for one in REJECTED)]:
+        values = [{"data": value, "valid": True} for value in allowed]
+        values += [{"data": value, "valid": False} for value in forbidden]
+        tests.append({"description": str(schema), "schema": schema, "tests": values})
     (folder / "cases.json").write_text(json.dumps(tests[1:]))
     (folder / "one").mkdir()
     (folder / "one" / "case.json").write_text(json.dumps(tests[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import peers
 from peer_engines.checkpoint import chat_text, make_checkpoint, random_picture, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, Question, engine
 from peer_engines.report import as_json
-from peer_engines.rounds import Measured, Plan, measure
+from peer_engines.rounds import Plan, measure
 from peer_engines.transformers_engine import Prompt
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
@@ -30,69 +30,44 @@ OURS = Form("sinkprune", "ort-cpu int4", 4.125, ("none", "retain-64"))
 
 
 class FakeProcess:
-    """Answers with fixed times, and records its questions."""
+    """Answers with fixed times, and records its questions; fails at the fifth question of all where `fails`."""
 
-    def __init__(self, form: Form, asked: list[tuple[str, Question]], ttft: Callable[[int], float]) -> None:
+    def __init__(self, form: Form, asked: list[tuple[str, Question]], ttft: float, *, fails: bool = False) -> None:
         self.form, self.closed = form, False
         self.facts = {"load_seconds": 1.0, "load_peak_bytes": 5, "versions": {"it": "1"}, "decoder_bytes": 2_000_000}
-        self._asked, self._ttft = asked, ttft
+        self._asked, self._ttft, self._fails = asked, ttft, fails
 
     def ask(self, question: Question) -> dict[str, Any]:
         self._asked.append((self.form.name, question))
-        ttft = self._ttft(len(self._asked))
-        times = {"ttft": ttft, "per_token": 20.0, "parts": {"vision": ttft / 4}}
+        if self._fails and len(self._asked) > 4:
+            raise NotRunError("out of paper")
+        times = {"ttft": self._ttft, "per_token": 20.0, "parts": {"vision": self._ttft / 4}}
         return {**times, "input_tokens": 9, "tokens": [1, 2], "peak_bytes": 7_000_000_000}
 
     def close(self) -> None:
         self.closed = True
 
 
-def run(groups: list[list[Form]], ttfts: dict[Form, float]) -> tuple[Measured, list[tuple[str, Question]], list[Any]]:
-    asked: list[tuple[str, Question]] = []
-    opened: list[FakeProcess] = []
+def test_everybody_sees_one_picture_a_round_and_ratios_are_of_one_sitting() -> None:
+    asked, opened, ttfts = list[tuple[str, Question]](), list[FakeProcess](), {SLOW: 100.0, OURS: 50.0, FAST: 200.0}
 
     def open_process(form: Form) -> Any:
-        opened.append(FakeProcess(form, asked, lambda _: ttfts[form]))
+        opened.append(FakeProcess(form, asked, ttfts[form]))
         return opened[-1]
 
-    return measure(groups, PLAN, open_process, lambda: 50.0, lambda text: None), asked, opened
-
-
-def test_in_a_round_everybody_is_shown_one_picture_and_no_round_shows_another_rounds() -> None:
-    measured, asked, opened = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
-    rounds = [asked[start : start + 3] for start in range(0, len(asked), 3)]
-    assert len(rounds) == PLAN.warmup + PLAN.repeat
+    measured = measure([[SLOW, OURS], [SLOW, FAST]], PLAN, open_process, lambda: 50.0, lambda text: None)
+    count = PLAN.warmup + PLAN.repeat
+    rounds = [asked[start : start + 3] for start in range(0, 3 * count, 3)]
     seeds = [{question.seed for _, question in turn} for turn in rounds]
-    assert all(len(found) == 1 for found in seeds) and len(set.union(*seeds)) == len(rounds)
+    assert all(len(found) == 1 for found in seeds) and len(set.union(*seeds)) == count
     everybody = [("fp32", "none"), ("ort-cpu int4", "none"), ("ort-cpu int4", "retain-64")]
     assert all(sorted((name, question.way) for name, question in turn) == everybody for turn in rounds)
     # Everybody begins a round sometimes.
     assert len({(turn[0][0], turn[0][1].way) for turn in rounds}) == 3
     assert all(process.closed for process in opened)
-    assert [len(row.answers) for row in measured.rows] == [PLAN.repeat] * 3
-    assert len(measured.read_gb_per_s) == len(rounds)
+    assert [len(row.answers) for row in measured.rows] == [PLAN.repeat] * 5
+    assert len(measured.read_gb_per_s) == 2 * count
 
-
-def test_a_form_that_fails_is_reported_and_the_others_go_on() -> None:
-    asked: list[tuple[str, Question]] = []
-
-    def third(count: int) -> float:
-        if count > 4:
-            raise NotRunError("out of paper")
-        return 1.0
-
-    def open_process(form: Form) -> Any:
-        if form == SLOW:
-            raise NotRunError("it is not here")
-        return FakeProcess(form, asked, third if form == FAST else lambda _: 3.0)
-
-    measured = measure([[FAST, SLOW, OURS]], PLAN, open_process, lambda: 1.0, lambda text: None)
-    assert measured.not_run == {"transformers fp32": "it is not here", "llama-cpp Q4_0": "out of paper"}
-    assert [len(row.answers) for row in measured.rows] == [1, 4, 4]
-
-
-def test_a_ratio_is_to_the_reference_of_the_same_sitting() -> None:
-    measured, _, _ = run([[SLOW, OURS], [SLOW, FAST]], {SLOW: 100.0, OURS: 50.0, FAST: 200.0})
     for row in measured.rows:
         if row.sitting == 1:
             row.answers = [{**answer, "ttft": answer["ttft"] * 2} for answer in row.answers]
@@ -106,6 +81,19 @@ def test_a_ratio_is_to_the_reference_of_the_same_sitting() -> None:
     # 2 MB in 20 ms
     assert first["decode_gb_per_s"] == pytest.approx(0.1)
     assert len(first["answers"]) == PLAN.repeat and content["plan"]["repeat"] == PLAN.repeat
+
+
+def test_a_form_that_fails_is_reported_and_the_others_go_on() -> None:
+    asked = list[tuple[str, Question]]()
+
+    def open_process(form: Form) -> Any:
+        if form == SLOW:
+            raise NotRunError("it is not here")
+        return FakeProcess(form, asked, 3.0, fails=form == FAST)
+
+    measured = measure([[FAST, SLOW, OURS]], PLAN, open_process, lambda: 1.0, lambda text: None)
+    assert measured.not_run == {"transformers fp32": "it is not here", "llama-cpp Q4_0": "out of paper"}
+    assert [len(row.answers) for row in measured.rows] == [1, 4, 4]
 
 
 REFERENCE = "sinkprune ort-cpu fp32"
@@ -150,22 +138,12 @@ def test_every_engine_has_forms_or_a_reason_and_a_word_may_be_one_row() -> None:
     assert [(form.label, form.ways) for form in forms] == [(REFERENCE, ("none", "prune-80"))]
 
 
-CONFIGS = {"llava": (LLAVA, 336), "qwen": (QWEN, 112), "qwen3": (QWEN3, 96)}
-
-
-@pytest.fixture(scope="module", params=list(CONFIGS))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, int]:
-    """A checkpoint's folder, its configuration, and the side of a picture for it."""
-    config, side = CONFIGS[request.param]
-    folder = tmp_path_factory.mktemp(request.param) / "checkpoint"
-    make_checkpoint(folder, config)
-    return folder, config, side
-
-
+@pytest.mark.parametrize(("config", "side"), [(LLAVA, 336), (QWEN, 112), (QWEN3, 96)], ids=["llava", "qwen", "qwen3"])
 def test_transformers_and_the_exporter_read_the_same_model_from_it(
-    made: tuple[Path, Any, int], tmp_path: Path
+    config: dict[str, Any], side: int, tmp_path: Path
 ) -> None:
-    folder, config, side = made
+    folder = tmp_path / "checkpoint"
+    make_checkpoint(folder, config)
     assert AutoConfig.from_pretrained(folder).text_config.hidden_size == config["text_config"]["hidden_size"]
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

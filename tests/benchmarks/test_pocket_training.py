@@ -1,7 +1,8 @@
-"""The training of the pocket LLaVA and of its tower with outliers resumes, and leaks nothing between questions."""
+"""The training of the pocket LLaVA, of its tower with outliers, and of the pocket Qwen3-VL, against transformers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -11,23 +12,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlavaForConditionalGeneration
+from transformers import AutoTokenizer, LlavaForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from pocket_training import model as pocket_model
+from pocket_training import qwen_model
 from pocket_training.batches import pictures, turns
-from pocket_training.decoding import Sight, answer_loss, read, right_turns
+from pocket_training.decoding import answer_loss, read, right_turns
 from pocket_training.lessons import draw_questions
 from pocket_training.losses import tower_states
 from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers
+from pocket_training.qwen_tower import patches
 from pocket_training.recipes import POCKET, RECIPES
 from pocket_training.stages import Stage
+from sinkprune import Pipeline
 from sinkprune.demo.questions import KINDS
-from sinkprune.demo.scenes import Scene, make_scene
+from sinkprune.demo.scenes import UNIT, make_scene, make_varied
+from sinkprune.export.command import main as export
 from train_pocket_model import Training
 
-RECIPE = RECIPES["llava"]
+RECIPE, QWEN = RECIPES["llava"], RECIPES["qwen3"]
+ASKED = "Is there a red star?"
+ALL = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +47,18 @@ def model() -> LlavaForConditionalGeneration:
     return pocket_model.new_model()
 
 
-def sight(model: LlavaForConditionalGeneration, picture: Image.Image, scene: Scene) -> Sight:
-    return RECIPE.see(model, RECIPE.new_probe(model), [(scene, picture)], 256, 0).sight
+def rendered(folder: Path) -> list[int]:
+    """The ids that the checkpoint's own template gives a question about a picture."""
+    content = [{"type": "image"}, {"type": "text", "text": ASKED}]
+    asked = [{"role": "user", "content": content}]
+    return AutoTokenizer.from_pretrained(folder).apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
 
 
 def test_turns_see_the_picture_and_themselves_only(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
     scene, picture = make_scene("validation", 3)
-    tokens = sight(model, picture, scene)
+    tokens = RECIPE.see(model, RECIPE.new_probe(model), [(scene, picture)], 256, 0).sight
     asked = turns([draw_questions(scene, Random(0), 20, list(KINDS))], tokenizer)
     assert asked.ids.shape[1] > asked.chunk
     reading = read(model, tokens, asked)
@@ -77,14 +86,11 @@ def test_the_checkpoint_has_the_trained_features_and_the_turns_of_the_training(
         features = saved.get_image_features(seen.pixels).pooler_output[0]
         trained = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])[0]
     assert torch.allclose(features, trained, atol=2e-2)
-    content = [{"type": "image"}, {"type": "text", "text": "Is there a red star?"}]
-    rendered = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )["input_ids"]
+    written = rendered(tmp_path)
     before = tokenizer.encode(pocket_model.DIALOGUE.before).ids
-    after = tokenizer.encode(pocket_model.DIALOGUE.after.format("Is there a red star?"), add_special_tokens=False).ids
-    assert [*before, pocket_model.IMAGE, *after][-len(rendered) :] == rendered
-    assert rendered[-len(after) :] == after
+    after = tokenizer.encode(pocket_model.DIALOGUE.after.format(ASKED), add_special_tokens=False).ids
+    assert [*before, pocket_model.IMAGE, *after][-len(written) :] == written
+    assert written[-len(after) :] == after
 
 
 TUNED = RECIPES["llava-outliers"]
@@ -131,3 +137,82 @@ def test_the_tuning_starts_from_the_demo_and_resumes(tmp_path: Path) -> None:
     parameters = zip(resumed.model.parameters(), training.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in parameters)
     assert any(not torch.equal(value, saved.state_dict()[name]) for name, value in resumed.model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer() -> Tokenizer:
+    return qwen_model.new_tokenizer(scenes=60)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Qwen3VLForConditionalGeneration:
+    """The model with weights in all layers and in DeepStack, which start at zero."""
+    torch.manual_seed(0)
+    made = qwen_model.new_model()
+    for merger in made.model.visual.deepstack_merger_list:
+        torch.nn.init.normal_(merger.linear_fc2.weight, std=0.05)
+    for layer in made.model.language_model.layers:
+        torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.05)
+        torch.nn.init.normal_(layer.mlp.down_proj.weight, std=0.05)
+    return made.requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("index", [0, 1, 4])
+def test_packed_turns_of_qwen_give_the_logits_of_transformers(
+    qwen: Qwen3VLForConditionalGeneration, qwen_tokenizer: Tokenizer, index: int
+) -> None:
+    drawn = make_varied("validation", index)
+    (scene, picture) = drawn
+    tokens = QWEN.see(qwen, QWEN.new_probe(qwen), [drawn], ALL, 0).sight
+    asked = turns([QWEN.ask(scene, Random(0), 9, QWEN.measured)], qwen_tokenizer, QWEN.dialogue)
+    reading, at, image = read(qwen, tokens, asked), 0, qwen.config.image_token_id
+    width, height = picture.size
+    qwen.set_attn_implementation("sdpa")
+    for number in range(1, int(asked.turn.max()) + 1):
+        one = asked.turn[0] == number
+        visual = torch.full((width * height // UNIT**2,), image)
+        ids = torch.cat([asked.before, visual, asked.ids[0, one]])[None]
+        whole = qwen(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(patches(picture)).flatten(0, 1),
+            image_grid_thw=torch.tensor([[1, height // 14, width // 14]]),
+            mm_token_type_ids=(ids == image).int(),
+        ).logits[0]
+        said = (asked.targets[0, one] >= 0).nonzero()[:, 0]
+        expected = whole[len(asked.before) + len(visual) + said]
+        assert torch.allclose(reading.logits[at : at + len(said)], expected, atol=1e-4)
+        at += len(said)
+    qwen.set_attn_implementation(qwen_model.IN_CHUNKS)
+    assert at == len(reading.logits)
+
+
+def test_the_checkpoint_of_qwen_is_small_exports_and_answers_as_in_training(
+    qwen: Qwen3VLForConditionalGeneration, qwen_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    qwen_model.save(qwen, qwen_tokenizer, folder)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 15.7e6
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    assert "attn_implementation" not in str(config)
+    before, after = (
+        qwen_tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (QWEN.dialogue.before, QWEN.dialogue.after.format(ASKED))
+    )
+    assert rendered(folder) == [*before, config["image_token_id"], *after]
+
+    assert export([str(folder), "-o", str(bundle), "--budgets", "prune-77.8", "--methods", "sinkpruner"]) == 0
+    pipeline = Pipeline.load(bundle)
+    drawn = make_varied("validation", 1)
+    (scene, picture) = drawn
+    answer = pipeline.generate(picture, ASKED, max_new_tokens=1)
+    saved = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    saved.set_attn_implementation(qwen_model.IN_CHUNKS)
+    sight = QWEN.see(saved, QWEN.new_probe(saved), [drawn], ALL, 0).sight
+    question = QWEN.ask(scene, Random(0), 1, ("existence-random",))[0]
+    question = type(question)("", "", ASKED, (answer.text,))
+    asked = turns([[question]], qwen_tokenizer, QWEN.dialogue)
+    (token,) = answer.token_ids
+    assert int(read(saved, sight, asked).logits[0].argmax()) == token
+    pruned = pipeline.generate(picture, ASKED, budget="prune-77.8", max_new_tokens=1)
+    assert pruned.tokens_per_layer[0] < answer.tokens_per_layer[0]

@@ -13,6 +13,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -67,12 +68,9 @@ MODULES: dict[str, dict[str, Any]] = {
 @contextmanager
 def standing_in() -> Iterator[None]:
     """Have imports of LeRobot find the stand-ins, until the block ends."""
-    modules = {name: ModuleType(name) for name in MODULES}
-    for name, content in MODULES.items():
-        vars(modules[name]).update(content)
-    sys.modules.update(modules)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, content in MODULES.items():
+            module = ModuleType(name)
+            vars(module).update(content)
+            patch.setitem(sys.modules, name, module)
         yield
-    finally:
-        for name in modules:
-            del sys.modules[name]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sinkprune.export.checkpoint.presets import PRESETS
 from support.models import peer_shapes
@@ -164,17 +164,9 @@ def sizes(shape: OpenVlaShape) -> Iterator[tuple[str, list[int]]]:
     both = sum(WIDTHS)
     for layer, ends in (("fc1", (both, 4 * both)), ("fc2", (4 * both, HIDDEN)), ("fc3", (HIDDEN, HIDDEN))):
         yield from linear(f"projector.{layer}", *ends)
-    yield "language_model.model.embed_tokens.weight", [VOCAB, HIDDEN]
-    yield "language_model.lm_head.weight", [VOCAB, HIDDEN]
-    yield "language_model.model.norm.weight", [HIDDEN]
-    kv = HIDDEN // shape.num_heads * shape.num_kv_heads
-    for layer in range(shape.num_layers):
-        own = f"language_model.model.layers.{layer}"
-        attention = (("self_attn.q", HIDDEN), ("self_attn.k", kv), ("self_attn.v", kv), ("self_attn.o", HIDDEN))
-        for part, width in (*attention, ("mlp.gate", INNER), ("mlp.up", INNER)):
-            yield f"{own}.{part}_proj.weight", [width, HIDDEN]
-        yield f"{own}.mlp.down_proj.weight", [HIDDEN, INNER]
-        yield from ((f"{own}.{norm}_layernorm.weight", [HIDDEN]) for norm in ("input", "post_attention"))
+    with torch.device("meta"):
+        decoder = LlamaForCausalLM(LlamaConfig(**config(shape)["text_config"]))
+    yield from ((f"language_model.{name}", [*tensor.shape]) for name, tensor in decoder.state_dict().items())
     if not shape.head:
         return
     wide = shape.action_dim * HIDDEN

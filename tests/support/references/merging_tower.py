@@ -31,6 +31,7 @@ def merged_tower(
 
     With `places` [N], the other patches are left out.
     """
+    tower.set_attn_implementation("eager")
     x = tower.embeddings(pixels)
     special = int(hasattr(tower, "pre_layrnorm"))
     if places is not None:
@@ -40,15 +41,12 @@ def merged_tower(
     for block, layer in enumerate(tower.encoder.layers[:blocks]):
         normed = layer.layer_norm1(x)
         own = layer.self_attn
-        query, key, value = (
-            project(normed)[0].reshape(x.shape[1], own.num_heads, -1).transpose(0, 1)
-            for project in (own.q_proj, own.k_proj, own.v_proj)
-        )
-        weights = torch.softmax(query @ key.transpose(1, 2) / query.shape[-1] ** 0.5, dim=-1)
-        attention.append(weights[:, :, special:].numpy())
-        x = x + own.out_proj((weights @ value).transpose(0, 1).reshape(x[0].shape))
+        mixed, weights = own(normed)
+        attention.append(weights[0, :, :, special:].numpy())
+        x = x + mixed
         if block in merges:
-            owner = join(owner, key[:, special:].mean(dim=0).double().numpy(), merges[block])
+            keys = own.k_proj(normed)[0, special:].unflatten(1, (own.num_heads, -1)).mean(dim=1)
+            owner = join(owner, keys.double().numpy(), merges[block])
             for place in np.unique(owner):
                 members = special + np.flatnonzero(owner == place)
                 x[0, members] = x[0, members].mean(dim=0)

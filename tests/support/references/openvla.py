@@ -86,12 +86,8 @@ class OpenVlaReference:
         """Rows [R,D] before the last block, and the attention [H,R,R] of the block that made them."""
         weights = self.tensors
         kernel, bias = (weights[f"{name}.patch_embed.proj.{kind}"] for kind in ("weight", "bias"))
-        rows = []
-        for top in range(0, pixels.shape[1], patch):
-            for left in range(0, pixels.shape[2], patch):
-                square = pixels[:, top : top + patch, left : left + patch]
-                rows.append((kernel * square).sum(dim=(1, 2, 3)) + bias)
-        x = torch.stack(rows) + weights[f"{name}.pos_embed"][0]
+        rows = F.conv2d(pixels[None], kernel, bias, patch).flatten(2)[0].T
+        x = rows + weights[f"{name}.pos_embed"][0]
         before = [
             weights[f"{name}.{token}"][0] for token in ("cls_token", "reg_token") if f"{name}.{token}" in weights
         ]

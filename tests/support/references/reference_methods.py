@@ -322,11 +322,7 @@ def text_scores(salience: Array, embeddings: Array, question: Array, outliers: l
 
     The relevance is the mean cosine of a token's row in `embeddings` [N,d] with the rows of `question` [T,d].
     """
-    relevance = np.zeros(len(embeddings), np.float32)
-    for number, row in enumerate(embeddings.astype(np.float64)):
-        lengths = [np.linalg.norm(row) * np.linalg.norm(word.astype(np.float64)) for word in question]
-        found = [row @ word / length if length else 0.0 for word, length in zip(question, lengths, strict=True)]
-        relevance[number] = sum(found) / len(found)
+    relevance = np.mean(_cosines_between(embeddings, question), axis=1).astype(np.float32)
     scores = np.zeros(len(salience), np.float32)
     for values in (salience.astype(np.float32), relevance):
         low = [value for number, value in enumerate(values) if number not in outliers] or [values[0]]

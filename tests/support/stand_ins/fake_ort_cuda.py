@@ -120,19 +120,6 @@ class FakeCudaSession:
         return memory
 
 
-class FakeValue:
-    """An output in the session's own memory."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-
-    def shape(self) -> list[int]:
-        return list(self._memory.shape)
-
-    def data_ptr(self) -> int:
-        return int(self._memory.ctypes.data)
-
-
 class FakeBinding:
     """Addresses of the inputs and outputs of a session."""
 
@@ -159,7 +146,9 @@ class FakeBinding:
             self.bind_input(name, device, number, dtype, shape, address)
 
     def get_outputs(self) -> list[Any]:
-        return [FakeValue(self.given[name]) if name in self.given else None for name in self._outputs]
+        """Values that share the session's own memory."""
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(memory) for name, memory in self.given.items()}
+        return [values.get(name) for name in self._outputs]
 
 
 def cuda_backend(library: FakeOrtCuda) -> OrtCudaBackend:
