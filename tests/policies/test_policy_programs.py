@@ -71,14 +71,6 @@ def test_what_denoising_alone_can_do_is_rejected(oft: Policy, frames: list[Image
     np.testing.assert_array_equal(first, second)
 
 
-def test_rows_of_actions_are_those_of_openvla_oft(source: Checkpoints, tmp_path: Path) -> None:
-    made = run(
-        *("sinkprune-export", "openvla-7b", "--random-weights", "-o", tmp_path / "x"),
-        *("--budgets", "prune-80+action-rows"),
-    )
-    assert_refused(made, "option 'action-rows' is for policies whose rows become actions")
-
-
 def test_states_are_clipped_to_the_range_of_the_training(oft: Policy, frames: list[Image.Image]) -> None:
     facts, manifest = oft.facts, oft.bundle.manifest
     assert facts.state_range is not None

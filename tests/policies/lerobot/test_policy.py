@@ -182,14 +182,6 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     assert not torch.equal(*chunks)
 
 
-def test_a_chunk_begins_with_what_runs_before_it_arrives(loaded: Any, engines: Policy, batches: Batches) -> None:
-    left = torch.arange(18.0).reshape(6, 3) / 1000
-    chunk = loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)[0]
-    assert_close(chunk, acted(engines, RobotTable(EPISODE), held=left[:3].numpy()))
-    assert_close(chunk[:3], left[:3])
-    assert not torch.allclose(chunk[3], left[3], atol=1e-3)
-
-
 LEFT = torch.arange(1.0, 25).reshape(8, 3)
 
 

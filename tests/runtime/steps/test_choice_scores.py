@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Stream
@@ -26,12 +27,6 @@ APART = ("red", "the cup", "blue", "the table")
 WITHIN = ("red", "red cup", "red cup on the table", "blue")
 
 
-def log_softmax(logits: Array) -> Array:
-    wide = logits.astype(np.float64)
-    found: Array = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-    return found
-
-
 def by_tokens(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget: str) -> list[Array]:
     """Return the log probabilities of what follows the prompt, and each of `ids` after it, token by token."""
     steps = watched(pipeline, photo, QUESTION, budget=budget, max_new_tokens=1)
@@ -39,7 +34,7 @@ def by_tokens(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget
     for token in ids:
         row = pipeline.embedding([token])[0]
         logits.append(pipeline.backend.numpy(decode_one_token(pipeline.chain, steps.prefill.cache, row))[0])
-    return [log_softmax(each) for each in logits]
+    return [torch.log_softmax(torch.from_numpy(each).double(), dim=0).numpy() for each in logits]
 
 
 def expected(pipeline: Pipeline, photo: Image.Image, texts: Sequence[str], budget: str) -> Array:
