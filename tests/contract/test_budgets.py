@@ -54,6 +54,21 @@ def test_reserve_is_clipped_first_and_diverse_to_what_is_left() -> None:
     assert all_reserve.resolve(100) == Counts(1, 1, 99, 0, ())
 
 
+def test_options_that_change_no_counts_change_what_they_name() -> None:
+    """The references of pruned answers read budgets with the same options, so they do not find these."""
+    plain = parse_budget("llava", "retain-64")
+    for option, field, value in (
+        ("raster", "order", "raster"),
+        ("visual-keys", "scores_over", "visual_keys"),
+        ("compact", "positions", "compact"),
+        ("per-frame", "frames", "apart"),
+        ("tower", "tower", "merging"),
+        ("bars", "tower", "bars"),
+        ("action-rows", "queries", "actions"),
+    ):
+        assert vars(parse_budget("llava", f"retain-64+{option}")) == {**vars(plain), field: value}
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "counts"),
     [
