@@ -16,7 +16,6 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.calibration.attention import AttentionObserver, observe, text_attention
 from sinkprune.calibration.evaluation.replies import BASELINE, Combination
-from sinkprune.calibration.norms import sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.questions import Question
@@ -164,10 +163,3 @@ def test_entropies_are_those_of_a_softmax_over_visual_keys(sizes: tuple[int, int
     entropy, mean = slow(weights, seen.tolist(), asking.tolist() or [rows - 1])
     assert found == pytest.approx(entropy, abs=1e-6)
     np.testing.assert_allclose(found_mean, mean, atol=1e-9)
-
-
-def test_sink_tokens_are_the_largest_norms_of_each_group() -> None:
-    norms = np.ones((2, 150))
-    norms[0, [7, 90]], norms[1, 3] = 5, 2
-    # Two of 150, and of equal ones the earlier.
-    assert [np.flatnonzero(group).tolist() for group in sink_tokens(norms)] == [[7, 90], [0, 3]]

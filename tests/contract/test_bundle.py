@@ -89,7 +89,8 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
     for method, budget, said in (
         ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*sinkprune-export --budgets"),
         ("magic", "none", r"no method 'magic'.*holds: sinkpruner\..*sinkprune-export --methods"),
-        ("magic", "retain-64", r"no method 'magic'"),
+        ("SinkPruner", "retain-64", r"no method 'SinkPruner'.*did you mean 'sinkpruner'\?"),
+        ("sinkpruner", "retain_64", r"no budget 'retain_64'.*did you mean 'retain-64'\?"),
     ):
         with pytest.raises(BudgetError, match=said):
             manifest.plan(method, budget)

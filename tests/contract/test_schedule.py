@@ -65,21 +65,8 @@ def test_what_reaches_each_layer_is_what_is_left_by_hand(counts: Counts, groups:
 
 
 @pytest.fixture
-def llava(bundle: Callable[..., Path]) -> Manifest:
-    return read_bundle(bundle("gqa-112")).manifest
-
-
-@pytest.fixture
 def qwen(bundle: Callable[..., Path]) -> Manifest:
     return read_bundle(bundle("qwen", "fp32", ("prune-80", "prune-80+per-frame"), max_frames=8)).manifest
-
-
-def test_fixed_counts_are_those_of_each_group(llava: Manifest) -> None:
-    # 64 tokens: 7 and 7 of them and the sink; the mean of 12, 8, 4 after the stage
-    one, five = (schedule(llava, "sinkpruner", "retain-64", [layout(groups, 64)]).pictures[0] for groups in (1, 5))
-    assert (one.rows, [*one.after.values()]) == (15, [7])
-    assert (five.rows, [*five.after.values()]) == (75, [35])
-    assert (five.groups, five.counts) == (5, one.counts and one.counts.of_groups(5))
 
 
 def test_shares_are_of_what_the_picture_has(qwen: Manifest) -> None:

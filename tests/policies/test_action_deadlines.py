@@ -157,6 +157,7 @@ def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Im
     assert deadline is not None and deadline.met and deadline.can_meet
     assert (deadline.budget, deadline.steps, deadline.deadline_ms) == ("none", warm.facts.steps, 60_000)
     assert in_time.ms["latency"] < deadline.measured_ms
+    assert [act(warm, photo, deadline_ms=1, steps=steps).steps for steps in (2, 10)] == [2, FEWEST_STEPS]
     capped = act(warm, photo, budget="prune-88.9").deadline
     assert capped is not None and capped.reason.startswith("the largest budget up to prune-88.9 that is expected")
 
@@ -201,11 +202,6 @@ def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(
         assert own._history is not None
         ratios.append(len(own._history[1].recent.first))
     assert ratios == [0, 0, 1]
-
-
-def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:
-    assert act(warm, photo, deadline_ms=1, steps=2).steps == 2
-    assert act(warm, photo, deadline_ms=1).steps == FEWEST_STEPS
 
 
 def test_wrong_deadlines_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:

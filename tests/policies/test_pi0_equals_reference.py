@@ -23,7 +23,6 @@ from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.policy_facts import PolicyFacts
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.policies import chunk
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.families.policies import state_prompt
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
@@ -245,7 +244,7 @@ def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
 
 
-def test_each_time_is_computed_once(bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_time_is_computed_once_and_a_deadline_waits_for_none(bundle: Bundles, photo: Image.Image) -> None:
     calls = list[str]()
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Any:
@@ -261,27 +260,13 @@ def test_each_time_is_computed_once(bundle: Bundles, photo: Image.Image, monkeyp
     assert (calls.count("modulation"), calls.count("expert")) == (4, 4)
     # Four of eight steps have the same times.
     for steps, computed in ((4, 4), (8, 8), (2, 8), (8, 8)):
-        again = act(steps=steps, budget=PI05_BUDGETS[0] if steps == 2 else "none")
-        assert calls.count("modulation") == computed and len(again.step_ms) == steps
+        act(steps=steps, budget=PI05_BUDGETS[0] if steps == 2 else "none")
+        assert calls.count("modulation") == computed
+    # A deadline may choose any number of steps up to the checkpoint's.
+    policy.load_plans("sinkpruner")
+    most = policy.facts.steps
+    fractions = {Fraction(number, steps) for steps in range(1, most + 1) for number in range(steps)}
+    assert calls.count("modulation") == len(fractions) > most
+    # A chunk has as many steps as it likes, more than are remembered too.
+    act(steps=101)
     np.testing.assert_array_equal(first.actions, act(steps=4).actions)
-    # Few are remembered, and a chunk has as many steps as it likes.
-    monkeypatch.setattr(chunk, "_MOST", 3)
-    act(steps=5)
-    assert len(policy._times._known) <= 3
-    np.testing.assert_array_equal(first.actions, act(steps=4).actions)
-
-
-@pytest.mark.parametrize("warm_up", [True, False])
-def test_no_chunk_with_a_deadline_waits_for_times(warm_up: bool, bundle: Bundles, photo: Image.Image) -> None:
-    """Of any number of steps up to the checkpoint's; all in all as many times as there are fractions."""
-    policy = Policy.load(bundle("pi0.5", budgets=PI05_BUDGETS, max_images=3))
-    if warm_up:
-        policy.warm_up([photo, None, None], "go", policy.facts.usual_state, budget=PI05_BUDGETS[-1], seconds=0)
-    else:
-        policy.load_plans("sinkpruner")
-    fractions = {Fraction(number, steps) for steps in range(1, policy.facts.steps + 1) for number in range(steps)}
-    assert len(policy._times._known) == len(fractions) > policy.facts.steps
-    # No more than are remembered, and none is lost.
-    first, count = policy._times._known[1.0], len(fractions)
-    policy._times.load(200)
-    assert policy._times._known[1.0] is first and count < len(policy._times._known) <= chunk._MOST

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.policies.report import ActionReport
-from support.models.manifests import file_of
 from support.models.small_models import PI0_SHAPES
-from support.models.stored_matrices import stored_matrices
 from support.programs.slow_cases import slow_except
-from support.references.pi0 import INSTRUCTION, Pi0Reference, frames
+from support.references.pi0 import INSTRUCTION, frames
 from support.stand_ins.processor_features import assert_error, computes_in_bf16, rounds_to_int8
 
 Policies = Callable[..., Policy]
@@ -80,52 +77,6 @@ def test_in_fp32_every_backend_keeps_and_does_the_same(
         np.testing.assert_allclose(actions, others, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("weights", "backend"),
-    slow_except({("int8", "openvino"), ("int4", "ort-cpu")}, product(("int8", "int4"), ("ort-cpu", "openvino"))),
-)
-def test_rounded_weights_act_as_transformers_with_these_weights(
-    weights: str, backend: str, policy: Policies, checkpoint: Callable[[str], Path], photo: Image.Image
-) -> None:
-    own = policy(WIDE, weights=weights, backend=backend, compute="fp32")
-    reference = Pi0Reference(checkpoint(WIDE))
-    replaced = store_weights(reference, own)
-    # Of the prefix's last layer keys and values only; the tower's blocks; the projector and the ends of the expert.
-    assert replaced == 2 * 7 * PI0_SHAPES[WIDE].num_layers - 5 + 3 * 6 + 6
-
-    report, actions = act(own, photo, steps=10)
-    state = np.random.default_rng(0).uniform(-2, 2, own.facts.state_dim).astype(np.float32)
-    random = np.random.default_rng(0)
-    random.uniform(-2, 2, own.facts.state_dim)
-    noise = random.standard_normal((1, own.facts.chunk, own.facts.action_dim), np.float32)
-    expected = reference.unpruned(frames(photo), state[None, None], noise, report.steps)
-    np.testing.assert_allclose(actions, expected, atol=1e-3)
-    # The weights were rounded at all.
-    _, exact = act(policy(WIDE), photo, steps=10)
-    assert error(actions, exact) > 1e-3
-
-
-@torch.no_grad()
-def store_weights(reference: Pi0Reference, policy: Policy) -> int:
-    """Give transformers the matrices that a bundle stores, as they are read; returns how many it has taken."""
-    parameters, taken = dict(reference.model.named_parameters()), 0
-    manifest = policy.bundle.manifest
-    for graph in filter(manifest.weight_bytes, manifest.graphs):
-        for name, (matrix, _) in stored_matrices(file_of(policy.bundle, graph)).items():
-            stem, joint, last = name.rpartition("self_attn.")
-            own = [name]
-            if last in ("qkv_proj.weight", "kv_proj.weight"):
-                own = [f"{stem}{joint}{part}_proj.weight" for part in last.partition("_")[0]]
-            found = [
-                next(value for full, value in parameters.items() if f".{full}".endswith(f".{one}")) for one in own
-            ]
-            parts = np.split(matrix.T, np.cumsum([len(value) for value in found])[:-1])
-            for value, part in zip(found, parts, strict=True):
-                value.copy_(torch.from_numpy(np.ascontiguousarray(part)))
-            taken += len(found)
-    return taken
-
-
 @pytest.mark.parametrize("name", ["pi0", WIDE])
 def test_16_bits_round_the_chunk_a_little(name: str, policy: Policies, photo: Image.Image) -> None:
     """With the time embedded in bf16, the velocity would be wrong by half."""
@@ -144,11 +95,13 @@ def test_16_bits_round_the_chunk_a_little(name: str, policy: Policies, photo: Im
         product(("int8", "int4"), ("ort-cpu", "openvino", "ort-cpu+openvino")),
     ),
 )
-def test_the_fastest_types_stay_near_the_stored_weights(
+def test_rounded_weights_and_the_fastest_types_change_the_chunk_a_little(
     weights: str, backend: str, policy: Policies, photo: Image.Image
 ) -> None:
     fast, exact = (policy(WIDE, weights=weights, backend=backend, compute=how) for how in ("fastest", "fp32"))
-    (_, found), (_, expected) = act(fast, photo), act(exact, photo)
+    (_, found), (_, expected), (_, unrounded) = (act(one, photo) for one in (fast, exact, policy(WIDE)))
+    # Weights that are mixed up give an error above 1.
+    assert 1e-3 < error(expected, unrounded) < (0.05 if weights == "int8" else 0.6)
     rounded = True if backend != "openvino" else rounds_to_int8() or computes_in_bf16()
     # Rows are rounded to 8 bits in front of each matrix.
     assert_error(error(found, expected), rounded=rounded, least=1e-4, most=16 * 2**-8, exact=1e-4)

@@ -69,29 +69,23 @@ def test_a_rounded_bundle_needs_all_layers(
     assert not (tmp_path / "out").exists()
 
 
-SIZES = {"square.png": (90, 90), "wide.png": (200, 100), "wider.png": (400, 100)}
-NOTE = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
 ASKING = {"evaluate": ("sinkprune-evaluate",), "attention": ("sinkprune-calibrate", "attention")}
 
 
-@pytest.fixture
-def mixed(tmp_path: Path, photo: Image.Image) -> Path:
-    """A question about each picture; the model sees the first one whole."""
-    for name, size in SIZES.items():
-        photo.resize(size).save(tmp_path / name)
-    lines = [{"image": name, "question": "Is there a cup?", "answer": "a"} for name in SIZES]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "q.jsonl"
-
-
-@pytest.mark.parametrize("command", ["evaluate", "attention"])
+@pytest.mark.parametrize("command", ASKING)
 def test_a_later_picture_is_noted_before_questions_are_asked(
-    command: str, bundle: Callable[..., Path], mixed: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, bundle: Bundles, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines, data = [], tmp_path / "q.jsonl"
+    for name, width in (("square.png", 100), ("wide.png", 200), ("wider.png", 400)):
+        photo.resize((width, 100)).save(tmp_path / name)
+        lines.append({"image": name, "question": "Is there a cup?", "answer": "a"})
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(Pipeline, "generate", interrupted)
-    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed)
+    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", data)
     assert outcome.code == 130
-    assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
+    seen = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
+    assert outcome.stderr.startswith(f"{tmp_path}/{seen}")
     assert outcome.stderr.count("the model sees") == outcome.stderr.count(" 1 more picture is seen in part") == 1
 
 

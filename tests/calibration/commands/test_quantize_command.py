@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.weights.rounding import rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import assert_refused, kill_when, left, run
+from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.references.steps import watched
 
@@ -161,22 +160,6 @@ def test_past_a_limit_nothing_is_written(bundle: Bundles, task: Path, tmp_path: 
         assert f"changes {what} by 0." in message and f"at most 0.0001 ({option})" in message
         assert "_proj.weight' of decoder_" in message and "--weights int8" in message
         assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("moment", ["nearest", "graphs/weights/head.bin"])
-@pytest.mark.slow
-def test_a_kill_leaves_the_old_bundle_or_the_new(
-    moment: str, bundle: Bundles, quantised: Path, task: Path, tmp_path: Path
-) -> None:
-    output = Path(shutil.copytree(quantised, tmp_path / "out"))
-    again = ("quantize", bundle("gqa-112"), "--data", task, "-o", output, "--weights", "int8", "--force", *ANY_ERROR)
-    kill_when(f".out.*.partial/new/{moment}", tmp_path, "sinkprune-calibrate", *again)
-    found = read_bundle(output)
-    found.verify()
-    assert found.manifest.weights.decoder in ("int4", "int8")
-    assert run("sinkprune-calibrate", *again).code == 0
-    assert read_bundle(output).manifest.weights.decoder == "int8"
-    assert left(output) == []
 
 
 def test_what_makes_no_sense_is_refused(bundle: Bundles, task: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import pty
 import shutil
@@ -152,8 +153,9 @@ def test_handlers_come_back_and_what_was_ignored_stays_ignored(
 @pytest.mark.parametrize(
     "streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full", "| true", ">/dev/full 2>/dev/full"]
 )
-def test_streams_that_take_nothing(streams: str, asked: list[str]) -> None:
-    done = in_shell(asked, streams)
+def test_streams_that_take_nothing(streams: str, asked: list[str], tmp_path: Path) -> None:
+    done = in_shell([*asked, "--json", str(tmp_path / "answer.json")], streams)
+    assert json.loads((tmp_path / "answer.json").read_text())["token_ids"]
     assert done.returncode == (2 if streams.startswith(">/dev/full") else 0), done.stderr
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr

@@ -182,14 +182,6 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     assert not torch.equal(*chunks)
 
 
-def test_a_chunk_begins_with_what_runs_before_it_arrives(loaded: Any, engines: Policy, batches: Batches) -> None:
-    left = torch.arange(18.0).reshape(6, 3) / 1000
-    chunk = loaded.predict_action_chunk(batches[0], inference_delay=3, prev_chunk_left_over=left)[0]
-    assert_close(chunk, acted(engines, RobotTable(EPISODE), held=left[:3].numpy()))
-    assert_close(chunk[:3], left[:3])
-    assert not torch.allclose(chunk[3], left[3], atol=1e-3)
-
-
 LEFT = torch.arange(1.0, 25).reshape(8, 3)
 
 
@@ -197,9 +189,7 @@ LEFT = torch.arange(1.0, 25).reshape(8, 3)
     ("options", "held"),
     [
         ({"inference_delay": 3, "execution_horizon": 2}, [LEFT[:2]] * 2),
-        ({"inference_delay": 2, "execution_horizon": 6}, [LEFT[:2]] * 2),
         ({"inference_delay": 3, "prev_chunk_left_over": torch.stack([LEFT, -LEFT])}, [LEFT[:3], -LEFT[:3]]),
-        ({"inference_delay": 20, "prev_chunk_left_over": LEFT[:4]}, [LEFT[:4]] * 2),
         # LeRobot 0.6 adds zeros up to the horizon. And some action of a chunk is free.
         ({"inference_delay": 4, "prev_chunk_left_over": torch.cat([LEFT[:2], torch.zeros(6, 3)])}, [LEFT[:2]] * 2),
         ({"inference_delay": 20}, [LEFT[:7]] * 2),
@@ -207,7 +197,6 @@ LEFT = torch.arange(1.0, 25).reshape(8, 3)
         ({"inference_delay": 3, "rtc_config": RTCConfig(enabled=False)}, [None] * 2),
         ({"inference_delay": 0}, [None] * 2),
         ({"inference_delay": 3, "prev_chunk_left_over": None}, [None] * 2),
-        ({"inference_delay": 3, "prev_chunk_left_over": LEFT[:0]}, [LEFT[:0]] * 2),
     ],
 )
 def test_actions_within_the_delay_and_the_horizon_are_held(

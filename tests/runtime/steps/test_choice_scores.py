@@ -1,4 +1,4 @@
-"""Closed lists of answers: their probabilities are those of whole prompts, and the likeliest is the answer."""
+"""Closed lists of answers: their probabilities are those of token by token, the likeliest is the answer."""
 
 from __future__ import annotations
 
@@ -12,60 +12,37 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Stream
 from sinkprune.runtime.hooks import Budgets, Observer
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import decode_one_token
-from sinkprune.runtime.text.prompt import Prompt
 from support.references.steps import Array, watched
 
 QUESTION = "Which colour is the cup?"
 APART = ("red", "the cup", "blue", "the table")
 """Answers of which none begins another. Two have a first token in common."""
 WITHIN = ("red", "red cup", "red cup on the table", "blue")
-ONE_PASS = {"max_new_tokens": 1}
-
-
-def log_softmax(logits: Array) -> Array:
-    wide = logits.astype(np.float64)
-    found: Array = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-    return found
-
-
-def by_whole_prompts(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget: str) -> list[Array]:
-    """The log probabilities of what follows the prompt, and each of `ids` after it: each by a prefill of its own."""
-    found, encode = [], pipeline.prompts.encode
-    for length in range(len(ids) + 1):
-
-        def longer(*arguments: Any, length: int = length) -> Prompt:
-            *before, last = encode(*arguments).texts
-            return Prompt([*before, [*last, *ids[:length]]])
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline.prompts, "encode", longer)
-            found.append(log_softmax(watched(pipeline, photo, QUESTION, budget=budget, **ONE_PASS).logits[0]))
-    return found
 
 
 def by_tokens(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget: str) -> list[Array]:
-    """The same, by a prefill and one token after the other, as a select depends on all text of a prompt."""
-    steps = watched(pipeline, photo, QUESTION, budget=budget, **ONE_PASS)
+    """Return the log probabilities of what follows the prompt, and each of `ids` after it, token by token."""
+    steps = watched(pipeline, photo, QUESTION, budget=budget, max_new_tokens=1)
     logits = [steps.logits[0]]
     for token in ids:
         row = pipeline.embedding([token])[0]
         logits.append(pipeline.backend.numpy(decode_one_token(pipeline.chain, steps.prefill.cache, row))[0])
-    return [log_softmax(each) for each in logits]
+    return [torch.log_softmax(torch.from_numpy(each).double(), dim=0).numpy() for each in logits]
 
 
 def expected(pipeline: Pipeline, photo: Image.Image, texts: Sequence[str], budget: str) -> Array:
     """The probability of each text, by the slow way."""
-    reference, scores = by_whole_prompts if budget == "none" else by_tokens, []
-    stops, stop_counts = [*pipeline.bundle.manifest.tokens.stop], texts == WITHIN
+    scores, stops, stop_counts = [], [*pipeline.bundle.manifest.tokens.stop], texts == WITHIN
     for text in texts:
         ids = pipeline.prompts.answer_ids(text)
-        after = reference(pipeline, photo, ids, budget)
+        after = by_tokens(pipeline, photo, ids, budget)
         score = sum(after[place][token] for place, token in enumerate(ids))
         scores.append(score + (np.log(np.exp(after[-1][stops]).sum()) if stop_counts else 0))
     shares: Array = np.exp(np.array(scores) - max(scores))
@@ -83,7 +60,7 @@ def expected(pipeline: Pipeline, photo: Image.Image, texts: Sequence[str], budge
         ("ort-cpu", "qwen3-vl", "prune-66.7"),
     ],
 )
-def test_probabilities_are_those_of_whole_prompts(
+def test_probabilities_are_those_of_tokens_one_by_one(
     backend: str, name: str, budget: str, texts: Sequence[str], bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
     budgets = ("retain-64", "retain-64+compact") if name == "gqa-112" else ("prune-66.7",)

@@ -79,8 +79,9 @@ def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
     for pictures in (array, [picture, array], Clip([picture, array], 1.0)):
         new_request(pictures, "Why?", order="bgr")
     for without in (picture, ["a.jpg", picture], Clip([picture], 1.0)):
-        with pytest.warns(UserWarning, match="^order changed nothing, because no picture is an array"):
+        with pytest.warns(UserWarning, match="^order changed nothing, because no picture is an array") as caught:
             new_request(without, "Why?", order="bgr")
+        assert caught[0].filename == __file__
 
 
 def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

@@ -222,7 +222,7 @@ def test_openvino_gives_the_same_tokens(policy: Policy, photo: Image.Image) -> N
         np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
 
 
-def test_what_no_tower_can_do_is_refused(checkpoint: Folders, tmp_path: Path) -> None:
+def test_what_a_family_cannot_do_is_refused(checkpoint: Folders, tmp_path: Path) -> None:
     for name, budget, words in (
         ("qwen", "prune-80+tower", "budget 'prune-80.tower': option 'tower' is for CLIP and SigLIP towers"),
         ("siglip-2", "retain-64+tower", "of a few blocks at least"),
@@ -230,6 +230,7 @@ def test_what_no_tower_can_do_is_refused(checkpoint: Folders, tmp_path: Path) ->
         ("qwen", "prune-80+bars", "budget 'prune-80.bars': option 'bars' is for families that see one padded square"),
         ("next", "retain-160+bars", "option 'bars' is for families that see one padded square"),
         ("gqa-112", "retain-64+tower+bars", "options 'tower' and 'bars' are for a tower each"),
+        ("openvla", "prune-80+action-rows", "option 'action-rows' is for policies whose rows become actions"),
     ):
         with pytest.raises(BudgetError, match=words):
             export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")

@@ -35,7 +35,6 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schema": "object"}, "schema is 'object', expected a JSON schema as a dict"),
         ({"schema": {"const": {1}}}, "schema is no JSON: Object of type set is not JSON serializable."),
         ({"schema": {"const": "\ud800"}}, "schema holds half of a surrogate pair"),
         ({"schema": {"const": "a" * SCHEMA_BYTES}}, f"bytes of JSON, expected at most {SCHEMA_BYTES}."),
@@ -51,14 +50,11 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
         # llguidance took 32704 for a multiple of 0.001 and 4295000.
         ({"schema": {"allOf": multiples(0.001, 4295000)}}, "least common multiple 4295000000 without"),
         ({"schema": {"items": multiples(3e-9)[0]}}, "a multipleOf with 9 decimal places, expected at most 8."),
-        ({"schema": names(101)}, "schema has 101 patterns of names in patternProperties, up to 101 in an object"),
         ({"schema": {"properties": {f"{number}": {} for number in range(3000)}}}, "too big (limit for"),
         ({"regex": ""}, "regex is '', expected a regular expression"),
         ({"regex": "a" * (REGEX_BYTES + 1)}, f"regex has {REGEX_BYTES + 1} bytes, expected at most {REGEX_BYTES}."),
         ({"regex": "a)(b"}, "regex cannot be used: unopened group. Correct it; look-around"),
-        ({"regex": "\ud800"}, "which is not valid UTF-8."),
         ({"choice": "yes"}, "choice is 'yes', expected a list of texts that are not empty"),
-        ({"choice": []}, "choice is [], expected 2 texts or more"),
         ({"choice": ["yes", "no", "no"]}, "choice has 2 different texts of 3, expected 2 to"),
         ({"choice": [*map(str, range(MOST_CHOICES + 1))]}, f"expected 2 to {MOST_CHOICES}, all different"),
         ({"choice": ["yes", "a" * (CHOICE_BYTES + 1)]}, f"a text of choice has {CHOICE_BYTES + 1} bytes"),
@@ -95,12 +91,9 @@ DRAFT_4, DRAFT_7 = ({"$schema": f"http://json-schema.org/draft-0{number}/schema#
 UNSUPPORTED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (DRAFT_4, "", {"if": {"type": "string"}, "then": {"maxLength": 3}}),
     (DRAFT_4, "properties/a", {"contains": {"type": "string"}}),
-    (DRAFT_4, "patternProperties/^a", {"propertyNames": {"pattern": "^a"}}),
     (DRAFT_7, "additionalProperties", {"dependentRequired": {"a": ["b"]}}),
-    (DRAFT_7, "items", {"unevaluatedProperties": False}),
     (DRAFT_7, "prefixItems/0", {"$dynamicRef": "#a"}),
     ({}, "anyOf/1", {"disallow": "integer"}),
-    ({}, "$defs/a", {"divisibleBy": 2}),
     ({}, "properties/a/items/anyOf/1", {"extends": {"type": "string"}}),
 ]
 """A draft, a place in a schema, and a keyword with its value that is not supported there."""
@@ -111,7 +104,7 @@ def placed(place: str, schema: dict[str, Any]) -> dict[str, Any]:
     whole: Any = schema
     for part in reversed(place.split("/") if place else []):
         whole = [{"type": "null"}] * int(part) + [whole] if part.isdigit() else {part: whole}
-    return {"items": {"$ref": "#/$defs/a"}, **whole} if place == "$defs/a" else whole  # type: ignore[no-any-return]
+    return whole  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("draft", "place", "schema"), UNSUPPORTED)
