@@ -153,20 +153,19 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     assert int(done.stdout) < 1e9
 
 
-def test_greyscale_of_16_bits_is_scaled_by_its_range(tmp_path: Path) -> None:
+def test_greyscale_of_16_bits_is_scaled_by_its_range_and_turned_and_its_transparent_value_is_white(
+    tmp_path: Path,
+) -> None:
     """Also in more than one strip."""
     depths = np.linspace(0, 65535, 1201 * 1003).astype(np.uint16).reshape(1201, 1003)
     path = named(tmp_path, encoded(Image.fromarray(depths), "PPM"))
     with Image.open(path) as opened:
         for found in (read_image(path), to_rgb(opened)):
             assert (np.asarray(found) == np.rint(depths / 257).astype(np.uint8)[..., None]).all()
-
-
-def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x112] = 6
-    depths = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
-    path = named(tmp_path, encoded(depths, "PNG", exif=exif, transparency=514))
+    small = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
+    path = named(tmp_path, encoded(small, "PNG", exif=exif, transparency=514))
     assert np.asarray(read_image(path))[..., 0].tolist() == [[255, 0], [255, 1]]
 
 

@@ -57,16 +57,6 @@ def profiled(
     return rounds.report()
 
 
-def test_budgets_take_turns_and_each_round_starts_with_another(pipeline: Pipelines, photo: Image.Image) -> None:
-    order: list[str] = []
-    names = ["none", "retain-64", "retain-32"]
-    profiled(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
-    rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
-    assert len(rounds) == 4
-    assert all(sorted(turn) == sorted(names) for turn in rounds)
-    assert {turn[0] for turn in rounds[1:]} == set(names)
-
-
 def test_stages_are_watched_when_all_engines_have_run_and_the_warm_up_is_not_counted(
     pipeline: Pipelines, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,24 +53,18 @@ GPU, BOTH, PREFILL = "openvino-gpu", "ort-cpu+openvino", "ort-cpu+openvino-prefi
 
 
 class CoreStandIn:
-    """What openvino says of a device: a processor without bf16, or a GPU of a `kind`."""
+    """What openvino reports of a processor without bf16, or of a GPU of a `kind`; without a name there is none."""
 
     available_devices = ("CPU",)
 
     def __init__(self, name: str | None = None, kind: str = "INTEGRATED") -> None:
-        """Without a name there is none."""
-        self.name = name
-        self.told: dict[tuple[str, str], Any] = {
-            ("CPU", "OPTIMIZATION_CAPABILITIES"): ["FP32", "INT8"],
-            ("CPU", "FULL_DEVICE_NAME"): name,
-            ("GPU", "FULL_DEVICE_NAME"): name,
-            ("GPU", "DEVICE_TYPE"): getattr(openvino.properties.device.Type, kind),
-        }
+        self.name, self.kind = name, getattr(openvino.properties.device.Type, kind)
 
     def get_property(self, device: str, name: str) -> Any:
         if self.name is None:
             raise RuntimeError("Cannot load library libopenvino_intel_gpu_plugin.so: libOpenCL.so.1")
-        return self.told[device, name]
+        kinds = {"OPTIMIZATION_CAPABILITIES": ["FP32", "INT8"], "DEVICE_TYPE": self.kind}
+        return {**kinds, "FULL_DEVICE_NAME": self.name}[name]
 
 
 @pytest.fixture(autouse=True)
