@@ -150,9 +150,7 @@ def test_a_buffer_is_lent_once_and_comes_back_with_its_last_view() -> None:
     view[:] = 1
     del view
     assert {pool.lend(1000).ctypes.data} < addresses
-
-
-def test_the_smallest_block_that_fits_is_lent() -> None:
+    # The smallest block that fits is lent.
     pool, sizes = HostBuffers(), (100, 5000, 900)
     held = [pool.lend(size) for size in sizes]
     of = dict(zip(sizes, (array.ctypes.data for array in held), strict=True))

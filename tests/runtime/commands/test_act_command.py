@@ -186,12 +186,12 @@ def test_a_rate_plays_the_moments_in_a_loop(path: Path, folder: Path, tmp_path: 
     assert stale.code == 2 and "the loop stopped at tick 0 (stale frame): " in stale.stderr
 
 
-@pytest.mark.parametrize(("complete", "damaged"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("damaged", [False, True])
 def test_what_ends_the_command_leaves_the_chunks_so_far(
-    complete: int, damaged: bool, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: bool, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, or a frame that cannot be read."""
-    left, plain = iter(range(complete)), Policy.act
+    left, plain = iter(range(2)), Policy.act
 
     def interrupted(*given: Any, **options: Any) -> ActionReport:
         if next(left, None) is None:
@@ -201,7 +201,7 @@ def test_what_ends_the_command_leaves_the_chunks_so_far(
     for camera in CAMERAS:
         shutil.copytree(folder / camera, tmp_path / camera)
     if damaged:
-        frame = tmp_path / "wrist" / f"{complete}.png"
+        frame = tmp_path / "wrist" / "2.png"
         frame.write_bytes(frame.read_bytes()[:5000])
     else:
         monkeypatch.setattr(Policy, "act", interrupted)
@@ -209,16 +209,13 @@ def test_what_ends_the_command_leaves_the_chunks_so_far(
     report.write_text("precious")
     outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=CAMERAS)
     assert (outcome.code, report.read_text()) == (2 if damaged else 130, "precious")
-    assert len(outcome.stdout.splitlines()) == complete and kept.exists() == bool(complete)
+    found = json.loads(kept.read_text())
+    assert len(outcome.stdout.splitlines()) == len(found["chunks"]) == 2
+    assert found["interrupted"] == "there are 2 of 3 chunks."
     *_, last = outcome.stderr.splitlines()
-    if complete:
-        found = json.loads(kept.read_text())
-        assert len(found["chunks"]) == complete and found["interrupted"] == "there are 2 of 3 chunks."
-        assert "here are 2 of 3 chunks. Earlier files stay; these results are in" in last
-        assert last.startswith("error: moment 3 of 3: " if damaged else "interrupted; ")
-        assert not damaged or f"wrist/{complete}.png" in last
-    else:
-        assert last == "interrupted; no whole chunk was computed, so nothing was kept."
+    assert "here are 2 of 3 chunks. Earlier files stay; these results are in" in last
+    assert last.startswith("error: moment 3 of 3: " if damaged else "interrupted; ")
+    assert not damaged or "wrist/2.png" in last
 
 
 @pytest.mark.parametrize(

@@ -169,16 +169,6 @@ def test_greyscale_of_16_bits_is_scaled_by_its_range_and_turned_and_its_transpar
     assert np.asarray(read_image(path))[..., 0].tolist() == [[255, 0], [255, 1]]
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path) -> None:
-    picture = Image.fromarray(np.ones((4, 4), dtype))
-    message = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
-    with pytest.raises(ImageError, match=message):
-        read_image(named(tmp_path, encoded(picture, "TIFF")))
-    with pytest.raises(ImageError, match=message):
-        to_rgb(picture)
-
-
 def test_reading_files_warns_of_nothing_and_leaves_the_warnings_of_a_program(
     photo_file: Path, tmp_path: Path
 ) -> None:
@@ -194,7 +184,13 @@ def test_reading_files_warns_of_nothing_and_leaves_the_warnings_of_a_program(
         warnings.warn("my own", stacklevel=1)
 
 
-def test_an_array_of_another_kind_is_refused_with_what_was_found() -> None:
+def test_values_of_another_kind_are_refused_with_what_was_found(tmp_path: Path) -> None:
+    for dtype in (np.int32, np.float32):
+        picture = Image.fromarray(np.ones((4, 4), dtype))
+        path = named(tmp_path, encoded(picture, "TIFF"))
+        for call, given in ((read_image, path), (to_rgb, picture)):
+            with pytest.raises(ImageError, match=r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale"):
+                call(given)
     for shape, dtype in (((4, 4, 3), "float32"), ((4, 4), "uint8"), ((3, 4, 4), "uint8"), ((1, 4, 4, 3), "uint8")):
         with pytest.raises(ImageError) as caught:
             to_rgb(np.zeros(shape, dtype))

@@ -156,15 +156,12 @@ def test_an_interrupted_command_reports_the_complete_rounds(
     assert report["interrupted"] == said
 
 
-@pytest.mark.parametrize("told", [0, 5, 8])
-def test_a_stage_that_keeps_others_than_told_is_refused(
-    told: int, bundle: Bundles, photo: Image.Image, tmp_path: Path
-) -> None:
+def test_a_stage_that_keeps_others_than_told_is_refused(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
     root = Path(shutil.copytree(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "bundle"))
     data = manifest_data(root)
     counts = data["plans"]["sinkpruner"]["retain-64"]["counts"]
-    assert counts["stages"] != [told]
-    counts["stages"] = [told]
+    assert counts["stages"] != [5]
+    counts["stages"] = [5]
     write_data(root, data)
     with pytest.raises(BundleError, match=r"kept \d+ visual tokens, the bundle says \d+"):
         Pipeline.load(root).generate(photo, "What is this?", budget="retain-64", max_new_tokens=1)
