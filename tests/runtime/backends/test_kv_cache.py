@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.backends.kv_cache import ROOM, HostBuffers
+from sinkprune.runtime.backends.kv_cache import ROOM, HostBuffers, joined
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
@@ -21,6 +23,24 @@ from support.references.steps import QUESTION, ask, watched
 Array = np.ndarray[Any, Any]
 BUDGETS = ("retain-64", "retain-64+compact")
 DIALECTS = ["opset24", "opset20"]
+
+
+@st.composite
+def parts_and_order(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
+    pieces = draw(st.lists(st.tuples(st.integers(0, sum(lengths) - 1), st.integers(0, 6)), max_size=6))
+    return lengths, [row for start, count in pieces for row in range(start, min(start + count, sum(lengths)))]
+
+
+@given(parts_and_order())
+def test_join_puts_every_row_where_it_belongs(case: tuple[list[int], list[int]]) -> None:
+    lengths, order = case
+    rows = np.arange(2 * sum(lengths)).reshape(-1, 2)
+    parts = np.split(rows, np.cumsum(lengths)[:-1])
+    np.testing.assert_array_equal(joined(parts, np.array(order, np.int64))[0], rows[order])
+    # Rows of a picture come in groups.
+    grouped = joined([rows[None], rows.reshape(sum(lengths), 1, 2)], np.array([0, sum(lengths)]), (1, 2, 2))
+    np.testing.assert_array_equal(grouped[0], rows[[0, 0]])
 
 
 @pytest.fixture(params=DIALECTS)
@@ -130,9 +150,7 @@ def test_a_buffer_is_lent_once_and_comes_back_with_its_last_view() -> None:
     view[:] = 1
     del view
     assert {pool.lend(1000).ctypes.data} < addresses
-
-
-def test_the_smallest_block_that_fits_is_lent() -> None:
+    # The smallest block that fits is lent.
     pool, sizes = HostBuffers(), (100, 5000, 900)
     held = [pool.lend(size) for size in sizes]
     of = dict(zip(sizes, (array.ctypes.data for array in held), strict=True))

@@ -31,8 +31,10 @@ def model_of(
     nodes: list[onnx.NodeProto],
     functions: list[onnx.FunctionProto] | None = None,
     weights: list[TensorProto] | None = None,
+    inputs: Sequence[onnx.ValueInfoProto] = FLOATS[:1],
+    outputs: Sequence[onnx.ValueInfoProto] = FLOATS[1:],
 ) -> bytes:
-    graph = helper.make_graph(nodes, "graph", FLOATS[:1], FLOATS[1:], initializer=weights)
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initializer=weights)
     model = helper.make_model(graph, functions=functions or [], opset_imports=OPSETS, ir_version=10)
     data: bytes = model.SerializeToString()
     return data
@@ -121,11 +123,8 @@ def test_weights_of_every_graph_are_its_own_and_read_as_onnx_reads_them(bundle: 
 def test_what_might_never_end_or_reaches_out_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BackendError, match=reason):
         checked_weights(data, "graph 'graph'")
-
-
-def test_functions_that_end_are_taken() -> None:
-    data = model_of([call("f")], [function("f", ["g", "g"]), function("g", ["Neg", "Neg"])])
-    assert checked_weights(data, "graph 'graph'") == ()
+    ends = model_of([call("f")], [function("f", ["g", "g"]), function("g", ["Neg", "Neg"])])
+    assert checked_weights(ends, "graph 'graph'") == ()
 
 
 def loaded(folder: Path, data: bytes, **files: bytes) -> Model:
@@ -224,11 +223,8 @@ def inlinable(nodes: list[onnx.NodeProto]) -> bytes:
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name]
         for names in (("x", "low", "high"), nodes[-1].output)
     )
-    graph = helper.make_graph(nodes, "graph", given, made)
     functions = [summed("Rows", default=1), summed("Along"), clipped]
-    model = helper.make_model(graph, functions=functions, opset_imports=OPSETS, ir_version=10)
-    data: bytes = model.SerializeToString()
-    return data
+    return model_of(nodes, functions, inputs=given, outputs=made)
 
 
 def computed(data: bytes) -> list[np.ndarray]:

@@ -132,18 +132,6 @@ def test_blocks_that_are_held_do_not_overlap_and_are_little_larger_than_asked_fo
         assert before.address + before.size <= after.address
 
 
-def test_a_block_comes_back_with_its_last_reference() -> None:
-    device = FakeDevice()
-    pool = MemoryPool(device)
-    block = pool.allocate(2000)
-    other, address = block, block.address
-    del block
-    assert pool.allocate(2000).address != address
-    del other
-    assert pool.allocate(2000).address == address
-    assert device.calls.count("allocate") == 2
-
-
 def test_free_blocks_make_room_before_memory_is_out() -> None:
     device = FakeDevice(total=10_000)
     pool = MemoryPool(device)

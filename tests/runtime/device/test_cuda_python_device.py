@@ -96,24 +96,20 @@ def test_without_a_driver_or_a_gpu_there_is_one_sentence(monkeypatch: pytest.Mon
         CudaPythonDevice()
 
 
-def test_facts_of_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_and_memory_of_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaPythonDevice()
     assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, True)
     assert device.memory() == (3_000_000, 8_000_000)
+    assert device.allocate(100) == 4096
+    fake.statuses["cuMemAlloc"] = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(BackendError, match=r"on Orin: 5\.0 MB are needed, 3\.0 of 8\.0 MB are free"):
+        device.allocate(5_000_000)
     assert fake.arguments("cuStreamCreate") == [(driver.CUstream_flags.CU_STREAM_NON_BLOCKING,)]
     # A board counts what the system can reclaim.
     fake.attributes["INTEGRATED"] = 1
     for available, free in ((7_000_000, 7_000_000), (1_000_000, 3_000_000)):
         monkeypatch.setattr(cuda, "available_bytes", lambda available=available: available)
         assert CudaPythonDevice().memory() == (free, 8_000_000)
-
-
-def test_out_of_memory_names_need_and_free(fake: FakeDriver) -> None:
-    device = CudaPythonDevice()
-    assert device.allocate(100) == 4096
-    fake.statuses["cuMemAlloc"] = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(BackendError, match=r"on Orin: 5\.0 MB are needed, 3\.0 of 8\.0 MB are free"):
-        device.allocate(5_000_000)
 
 
 def test_copies_in_pass_through_pinned_memory_that_is_reused_when_its_copy_is_done(fake: FakeDriver) -> None:

@@ -73,18 +73,7 @@ def test_without_pycuda_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         PycudaDevice()
 
 
-def test_facts_of_the_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = PycudaDevice()
-    assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, False)
-    fake.Device.return_value.retain_primary_context.return_value.push.assert_called_once_with()
-    # A board counts what the system can reclaim.
-    monkeypatch.setattr(cuda, "available_bytes", lambda: 5_000_000)
-    for integrated, free in ((0, 3_000_000), (1, 5_000_000)):
-        fake.Device.return_value.get_attribute.side_effect = {"integrated": integrated}.__getitem__
-        assert PycudaDevice().memory() == (free, 8_000_000)
-
-
-def test_memory_is_allocated_and_freed(fake: Any) -> None:
+def test_facts_and_memory_of_the_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = PycudaDevice()
     assert device.allocate(64) == 4096
     fake.mem_alloc.assert_called_once_with(64)
@@ -93,6 +82,13 @@ def test_memory_is_allocated_and_freed(fake: Any) -> None:
     fake.mem_alloc.side_effect = OutOfMemoryError
     with pytest.raises(BackendError, match=r"9\.0 MB are needed, 3\.0 of 8\.0 MB are free"):
         device.allocate(9_000_000)
+    assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, False)
+    fake.Device.return_value.retain_primary_context.return_value.push.assert_called_once_with()
+    # A board counts what the system can reclaim.
+    monkeypatch.setattr(cuda, "available_bytes", lambda: 5_000_000)
+    for integrated, free in ((0, 3_000_000), (1, 5_000_000)):
+        fake.Device.return_value.get_attribute.side_effect = {"integrated": integrated}.__getitem__
+        assert PycudaDevice().memory() == (free, 8_000_000)
 
 
 def test_copies_in_pass_through_pinned_memory_that_lives_until_its_copy_is_done(fake: Any) -> None:

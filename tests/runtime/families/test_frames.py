@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -105,14 +106,12 @@ def photo_of(size: tuple[int, int], seed: int = 0) -> Array:
     return pixels
 
 
-def prepared(
-    backend: Host, processor: Any, pixels: Array, settings: dict[str, Any], *, masked: bool = False, dtype: Any = "f4"
-) -> Array | None:
-    form = square_form(SIDE, pixel_table(settings, np.dtype(dtype)), masked=masked, views=3)
-    return by(form, backend, processor, pixels)
+def square(settings: dict[str, Any], *, masked: bool = False) -> Callable[[Any], FrameForm]:
+    """Return the form of squares, by the type of the graph's pixels."""
+    return lambda dtype: square_form(SIDE, pixel_table(settings, np.dtype(dtype)), masked=masked, views=3)
 
 
-def by(form: FrameForm, backend: Host, processor: Any, pixels: Array) -> Array | None:
+def prepared(form: FrameForm, backend: Host, processor: Any, pixels: Array) -> Array | None:
     frame = Frame.of_array(pixels)
     several = hasattr(processor, "frame_plans")
     plans = processor.frame_plans(frame.size) if several else [processor.frame_plan(frame.size)]
@@ -120,12 +119,12 @@ def by(form: FrameForm, backend: Host, processor: Any, pixels: Array) -> Array |
     return None if inputs is None else backend.numpy(inputs.prepared(backend)["pixel_values"])
 
 
-def processors() -> Iterator[tuple[Any, dict[str, Any], tuple[int, int]]]:
-    """Yield processors with their settings, and the sizes of frames."""
+def processors() -> Iterator[tuple[Any, Callable[[Any], FrameForm], tuple[int, int]]]:
+    """Yield processors with their forms, and the sizes of frames."""
     for fit, size in product(FITS, SIZES):
-        yield SquareProcessor(CLIP).fitted(fit, SIDE), CLIP, size
+        yield SquareProcessor(CLIP).fitted(fit, SIDE), square(CLIP), size
     for resample, size in product((1, 2, 3, 4, 5), [(131, 97), (20, 30)]):
-        yield SquareProcessor(own := {**CLIP, "resample": resample}), own, size
+        yield SquareProcessor(own := {**CLIP, "resample": resample}), square(own), size
     for changed in (
         # What lies beyond the picture is black.
         {"size": {"shortest_edge": SIDE - 9}},
@@ -134,49 +133,42 @@ def processors() -> Iterator[tuple[Any, dict[str, Any], tuple[int, int]]]:
         {"do_center_crop": False, "size": SQUARE},
         {"do_rescale": False, "do_normalize": False},
     ):
-        yield SquareProcessor(own := {**CLIP, **changed}), own, (57, 33)
+        yield SquareProcessor(own := {**CLIP, **changed}), square(own), (57, 33)
     for size in SIZES[:-1]:
         # A policy's bars are zero.
-        yield PaddedProcessor(own := {**PIXELS, "size": SQUARE, "pad_size": SQUARE}), own, size
+        yield PaddedProcessor(own := {**PIXELS, "size": SQUARE, "pad_size": SQUARE}), square(own, masked=True), size
+        for kind in get_args(LeRobotResize):
+            own = {**PIXELS, "pad_size": SQUARE, "image_processor_type": kind}
+            yield ResizeWithPad(own), partial(bilinear_form, SIDE, settings=own), size
     for size in [(64, 48), (48, 64), (300, 40), (40, 500), (SIDE, SIDE), (9, 9)]:
-        yield LlavaNextProcessor(NEXT, SIDE), NEXT, size
+        yield LlavaNextProcessor(NEXT, SIDE), square(NEXT), size
         # The whole picture is last.
-        yield TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), PIXELS, size
+        yield TilesProcessor({**PIXELS, "min_patches": 1, "max_patches": 3}, SIDE), square(PIXELS), size
 
 
-@pytest.mark.parametrize(("processor", "settings", "size"), [*processors()])
-def test_pixels_are_those_of_pillow(
-    processor: Any, settings: dict[str, Any], size: tuple[int, int], backend: Host
+@pytest.mark.parametrize(("processor", "form", "size"), [*processors()])
+def test_pixels_are_those_of_the_host(
+    processor: Any, form: Callable[[Any], FrameForm], size: tuple[int, int], backend: Host
 ) -> None:
-    pixels, masked = photo_of(size), isinstance(processor, PaddedProcessor)
+    """And so those of Pillow, or of LeRobot in floats."""
+    pixels = photo_of(size)
     expected = processor(Image.fromarray(pixels))
     expected = expected if expected.ndim == 4 else expected[None]
     reversed_view = np.ascontiguousarray(pixels[..., ::-1])[..., ::-1]
-    for dtype in ("f4", "f2"):
-        found = prepared(backend, processor, reversed_view, settings, masked=masked, dtype=dtype)
-        np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
-
-
-@pytest.mark.parametrize("kind", get_args(LeRobotResize))
-@pytest.mark.parametrize("size", SIZES[:-1])
-def test_floats_are_those_of_lerobot(backend: Host, kind: str, size: tuple[int, int]) -> None:
-    settings = {**PIXELS, "pad_size": SQUARE, "image_processor_type": kind}
-    processor, pixels = ResizeWithPad(settings), photo_of(size)
-    reversed_view = np.ascontiguousarray(pixels[..., ::-1])[..., ::-1]
-    expected = processor(Image.fromarray(pixels))[None]
     for dtype in (np.float32, np.float16):
-        found = by(bilinear_form(SIDE, np.dtype(dtype), settings), backend, processor, reversed_view)
+        found = prepared(form(np.dtype(dtype)), backend, processor, reversed_view)
         np.testing.assert_array_equal(found, expected.astype(dtype), strict=True)
 
 
 def test_the_host_prepares_what_has_no_exact_sums(backend: Host) -> None:
-    nearest = SquareProcessor({**CLIP, "resample": 0})
-    assert prepared(backend, nearest, photo_of((60, 50)), CLIP) is None
     stretched = SquareProcessor({**CLIP, "size": SQUARE, "do_center_crop": False})
-    assert prepared(backend, stretched, photo_of((5_000, 2)), CLIP) is not None
-    assert prepared(backend, stretched, photo_of((44_000, 2)), CLIP) is None
-    other_tiles = LlavaNextProcessor({**NEXT, "size": {"shortest_edge": SIDE + 1}}, SIDE)
-    assert prepared(backend, other_tiles, photo_of((64, 48)), NEXT) is None
+    for processor, settings, size, by_graph in (
+        (SquareProcessor({**CLIP, "resample": 0}), CLIP, (60, 50), False),
+        (stretched, CLIP, (5_000, 2), True),
+        (stretched, CLIP, (44_000, 2), False),
+        (LlavaNextProcessor({**NEXT, "size": {"shortest_edge": SIDE + 1}}, SIDE), NEXT, (64, 48), False),
+    ):
+        assert (prepared(square(settings)("f4"), backend, processor, photo_of(size)) is not None) == by_graph
 
 
 @pytest.mark.parametrize(("name", "share"), [("qwen", None), ("qwen3-vl", Share(1, 4))])
@@ -337,17 +329,21 @@ def test_each_frame_brings_its_places(backend: Host, bundle: Callable[..., Path]
         np.testing.assert_array_equal(together[key], np.concatenate([one[key] for one in alone]), strict=True)
 
 
-def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:
+def test_engines_and_ort_cuda_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp_path: Path) -> None:
     opened = read_bundle(bundle("gqa-112", budgets=("retain-64",)))
     build_fake_engines(opened, tmp_path / "engines")
-    rig, host = Rig(opened, tmp_path / "engines"), Pipeline.load(opened)
-    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
+    rig, cuda_rig = Rig(opened, tmp_path / "engines"), CudaRig(opened.path)
+    ours, options = cuda_rig.pipeline(), {"budget": "retain-64", "max_new_tokens": 2}
     pixels, large = photo_of((90, 60)), photo_of((2300, 20))
-    expected = host.generate(pixels, "What is this?", **options)
-    for picture, order in ((pixels, "rgb"), (pixels[..., ::-1], "bgr")):
-        found = rig.pipeline.generate(picture, "What is this?", order=order, **options)
+    expected = Pipeline.load(opened).generate(pixels, "What is this?", **options)
+    bgr = np.ascontiguousarray(pixels[..., ::-1])
+    cases: list[tuple[Any, str]] = [(OnGpu(pixels), "rgb"), (OnGpu(bgr), "bgr"), (pixels, "rgb")]
+    runs = [(rig.pipeline, pixels, "rgb"), (rig.pipeline, bgr, "bgr"), *((ours, *case) for case in cases * 3)]
+    for pipeline, picture, order in runs:
+        found = pipeline.generate(picture, "What is this?", order=order, **options)
         assert found.token_ids == expected.token_ids
         np.testing.assert_array_equal(found.images[0].norms, expected.images[0].norms)
+    assert COLUMNS_FIRST in cuda_rig.report.graphs
 
     def calls() -> list[tuple[int, ...]]:
         every = (call for context in rig.contexts(COLUMNS_FIRST) for call in context.enqueued)
@@ -360,17 +356,3 @@ def test_engines_prepare_frames_on_their_device(bundle: Callable[..., Path], tmp
     assert calls() == before
     copied = rig.backend.stack([rig.backend.tensor(np.full((1, 2), value, np.float16)) for value in (1, 2)])
     np.testing.assert_array_equal(rig.backend.numpy(copied), np.array([[1, 1], [2, 2]], np.float16), strict=True)
-
-
-def test_ort_cuda_reads_tensors_in_their_place(bundle: Callable[..., Path]) -> None:
-    path, pixels = bundle("gqa-112", budgets=("retain-64",)), photo_of((90, 60))
-    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 2}
-    expected = Pipeline.load(path).generate(pixels, "What is this?", **options)
-    rig = CudaRig(path)
-    ours, bgr = rig.pipeline(), np.ascontiguousarray(pixels[..., ::-1])
-    cases: list[tuple[Any, str]] = [(OnGpu(pixels), "rgb"), (OnGpu(bgr), "bgr"), (pixels, "rgb")]
-    for picture, order in cases * 3:
-        found = ours.generate(picture, "What is this?", order=order, **options)
-        assert found.token_ids == expected.token_ids
-        np.testing.assert_array_equal(found.images[0].norms, expected.images[0].norms)
-    assert COLUMNS_FIRST in rig.report.graphs

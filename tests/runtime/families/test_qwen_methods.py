@@ -94,32 +94,6 @@ def test_answers_equal_the_masked_full_sequence(
     assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
 
 
-@pytest.mark.parametrize("name", slow_except({"qwen3-vl"}, NAMES))
-def test_a_budget_means_the_same_for_every_method(
-    name: str, bundles: Callable[[str], Pipeline], photo: Image.Image
-) -> None:
-    pipe, image = bundles(name), photo.resize((672, 560))
-
-    def answered(method: str) -> Any:
-        return pipe.generate(image, PROMPT, method=method, budget="prune-66.7", max_new_tokens=1)
-
-    own = answered("sinkpruner")
-    layers = len(own.tokens_per_layer)
-    wanted = sum(own.tokens_per_layer) / layers
-    kept = set()
-    for method in METHODS:
-        if method == "downsample-ttft":
-            # The same time, not the same mean.
-            continue
-        answer = answered(method)
-        # A picture of 24x20 tokens that keeps its shape has 13x12.
-        near = 2 if method != "downsample" else 6
-        assert sum(answer.tokens_per_layer) / layers == pytest.approx(wanted, abs=near), method
-        stages = (tuple(rows) for rows in answer.kept.after_stage.values())
-        kept.add((tuple(answer.kept.index.ravel()), *stages))
-    assert len(kept) == len(METHODS) - 1
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_smaller_picture_is_that_picture_unpruned(
     name: str, bundles: Callable[[str], Pipeline], photo: Image.Image

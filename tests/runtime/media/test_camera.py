@@ -101,12 +101,6 @@ def test_a_closed_camera_ends_and_reads_no_more() -> None:
     assert camera.frames == 1
 
 
-def test_arguments_are_checked() -> None:
-    for call in (lambda: Camera(lambda: None, order="gbr"), lambda: new_request("a.jpg", "Why?", order="gbr")):
-        with pytest.raises(UsageError, match=r"order is 'gbr', expected 'rgb' or 'bgr'"):
-            call()
-
-
 def test_a_request_takes_bgr_arrays_and_clips_of_them(photo: Image.Image) -> None:
     rgb = np.asarray(photo)
     bgr = rgb[..., ::-1]
@@ -115,3 +109,6 @@ def test_a_request_takes_bgr_arrays_and_clips_of_them(photo: Image.Image) -> Non
     assert given[1] is photo
     assert isinstance(given[2], Clip)
     np.testing.assert_array_equal(given[2].frames[0], rgb)
+    for call in (lambda: Camera(lambda: None, order="gbr"), lambda: new_request("a.jpg", "Why?", order="gbr")):
+        with pytest.raises(UsageError, match=r"order is 'gbr', expected 'rgb' or 'bgr'"):
+            call()

@@ -153,31 +153,20 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     assert int(done.stdout) < 1e9
 
 
-def test_greyscale_of_16_bits_is_scaled_by_its_range(tmp_path: Path) -> None:
+def test_greyscale_of_16_bits_is_scaled_by_its_range_and_turned_and_its_transparent_value_is_white(
+    tmp_path: Path,
+) -> None:
     """Also in more than one strip."""
     depths = np.linspace(0, 65535, 1201 * 1003).astype(np.uint16).reshape(1201, 1003)
     path = named(tmp_path, encoded(Image.fromarray(depths), "PPM"))
     with Image.open(path) as opened:
         for found in (read_image(path), to_rgb(opened)):
             assert (np.asarray(found) == np.rint(depths / 257).astype(np.uint8)[..., None]).all()
-
-
-def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x112] = 6
-    depths = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
-    path = named(tmp_path, encoded(depths, "PNG", exif=exif, transparency=514))
+    small = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
+    path = named(tmp_path, encoded(small, "PNG", exif=exif, transparency=514))
     assert np.asarray(read_image(path))[..., 0].tolist() == [[255, 0], [255, 1]]
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path) -> None:
-    picture = Image.fromarray(np.ones((4, 4), dtype))
-    message = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
-    with pytest.raises(ImageError, match=message):
-        read_image(named(tmp_path, encoded(picture, "TIFF")))
-    with pytest.raises(ImageError, match=message):
-        to_rgb(picture)
 
 
 def test_reading_files_warns_of_nothing_and_leaves_the_warnings_of_a_program(
@@ -195,7 +184,13 @@ def test_reading_files_warns_of_nothing_and_leaves_the_warnings_of_a_program(
         warnings.warn("my own", stacklevel=1)
 
 
-def test_an_array_of_another_kind_is_refused_with_what_was_found() -> None:
+def test_values_of_another_kind_are_refused_with_what_was_found(tmp_path: Path) -> None:
+    for dtype in (np.int32, np.float32):
+        picture = Image.fromarray(np.ones((4, 4), dtype))
+        path = named(tmp_path, encoded(picture, "TIFF"))
+        for call, given in ((read_image, path), (to_rgb, picture)):
+            with pytest.raises(ImageError, match=r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale"):
+                call(given)
     for shape, dtype in (((4, 4, 3), "float32"), ((4, 4), "uint8"), ((3, 4, 4), "uint8"), ((1, 4, 4, 3), "uint8")):
         with pytest.raises(ImageError) as caught:
             to_rgb(np.zeros(shape, dtype))

@@ -110,21 +110,13 @@ def test_damage_near_a_sought_frame_is_refused(photo: Image.Image, tmp_path: Pat
         VideoFile(path).read([25])
 
 
-@pytest.mark.parametrize(
-    ("matrix", "orientation"),
-    [
-        ((1, 0, 0, 1), 1),
-        ((-1, 0, 0, 1), 2),
-        ((-1, 0, 0, -1), 3),
-        ((1, 0, 0, -1), 4),
-        ((0, 1, 1, 0), 5),
-        ((0, 1, -1, 0), 6),
-        ((0, -1, -1, 0), 7),
-        ((0, -1, 1, 0), 8),
-    ],
-)
+UPRIGHT = [(1, 0, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, -1), (1, 0, 0, -1)]
+ON_ITS_SIDE = [(0, 1, 1, 0), (0, 1, -1, 0), (0, -1, -1, 0), (0, -1, 1, 0)]
+
+
+@pytest.mark.parametrize(("orientation", "matrix"), [*enumerate(UPRIGHT + ON_ITS_SIDE, 1)])
 def test_a_clip_is_turned_as_a_picture_of_that_orientation(
-    matrix: tuple[int, int, int, int], orientation: int, photo: Image.Image, tmp_path: Path
+    orientation: int, matrix: tuple[int, int, int, int], photo: Image.Image, tmp_path: Path
 ) -> None:
     path = written(tmp_path, photo, SOUGHT["B-frames"])
     plain = VideoFile(path).read([3])[0]

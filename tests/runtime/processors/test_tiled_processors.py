@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import VideoError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
@@ -157,16 +155,6 @@ def test_frames_of_a_clip_are_numbered_by_text(internvl: InternVL, photo: Image.
     assert layout.frame_indices == (1, 3, 6, 8, 11, 13, 16, 18)
     np.testing.assert_array_equal(layout.boxes[:36], layout.boxes[-36:])
     assert internvl.largest()["clip"].groups == 8
-
-
-def test_a_bundle_without_max_frames_takes_no_clip(bundle: Callable[..., Path], photo: Image.Image) -> None:
-    manifest = read_bundle(bundle("internvl", budgets=INTERNVL_BUDGETS, max_frames=8)).manifest
-    processor = {key: value for key, value in manifest.processor.items() if key != "video"}
-    family = InternVL(replace(manifest, processor=processor))
-    with pytest.raises(VideoError, match="takes no video"):
-        family.sample_frames(Clip([photo], fps=2))
-    # Four tiles and the whole image
-    assert {kind: layout.groups for kind, layout in family.largest().items()} == {"image": 5}
 
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 700), (90, 80)])

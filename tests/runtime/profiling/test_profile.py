@@ -57,16 +57,6 @@ def profiled(
     return rounds.report()
 
 
-def test_budgets_take_turns_and_each_round_starts_with_another(pipeline: Pipelines, photo: Image.Image) -> None:
-    order: list[str] = []
-    names = ["none", "retain-64", "retain-32"]
-    profiled(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
-    rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
-    assert len(rounds) == 4
-    assert all(sorted(turn) == sorted(names) for turn in rounds)
-    assert {turn[0] for turn in rounds[1:]} == set(names)
-
-
 def test_stages_are_watched_when_all_engines_have_run_and_the_warm_up_is_not_counted(
     pipeline: Pipelines, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,15 +156,12 @@ def test_an_interrupted_command_reports_the_complete_rounds(
     assert report["interrupted"] == said
 
 
-@pytest.mark.parametrize("told", [0, 5, 8])
-def test_a_stage_that_keeps_others_than_told_is_refused(
-    told: int, bundle: Bundles, photo: Image.Image, tmp_path: Path
-) -> None:
+def test_a_stage_that_keeps_others_than_told_is_refused(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
     root = Path(shutil.copytree(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "bundle"))
     data = manifest_data(root)
     counts = data["plans"]["sinkpruner"]["retain-64"]["counts"]
-    assert counts["stages"] != [told]
-    counts["stages"] = [told]
+    assert counts["stages"] != [5]
+    counts["stages"] = [5]
     write_data(root, data)
     with pytest.raises(BundleError, match=r"kept \d+ visual tokens, the bundle says \d+"):
         Pipeline.load(root).generate(photo, "What is this?", budget="retain-64", max_new_tokens=1)

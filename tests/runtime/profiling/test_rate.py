@@ -13,7 +13,7 @@ from PIL import Image
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.sensors import read_conditions
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
-from support.programs.commands import assert_refused, run, without_notes
+from support.programs.commands import assert_refused, run
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import install_tegrastats
 
@@ -40,13 +40,6 @@ def machine(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     return tmp_path
-
-
-def test_conditions_are_what_the_system_tells(machine: Path) -> None:
-    temperatures, clocks = read_conditions(machine)
-    assert temperatures == {"cpu-thermal": 48.5, "acpitz": 20.0, "acpitz 2": -5.0}
-    assert clocks == {"cpu": 1120.0, "gpu": 306.0}
-    assert read_conditions(machine / "nowhere") == ({}, {})
 
 
 def test_budgets_follow_each_other_at_the_rate(
@@ -83,27 +76,27 @@ def test_budgets_follow_each_other_at_the_rate(
     assert none.start_s == 0 and pruned.start_s >= 0.5
     assert none.visual_tokens == none.kept_after_sanitizer > pruned.kept_after_sanitizer
     conditions = report.conditions
-    assert conditions.temperatures_c["cpu-thermal"] == (48.5,) * len(conditions.seconds)
-    assert conditions.clocks_mhz["gpu"] == (306.0,) * len(conditions.seconds)
+    temperatures = {"cpu-thermal": 48.5, "acpitz": 20.0, "acpitz 2": -5.0}
+    for found, expected in (
+        (conditions.temperatures_c, temperatures),
+        (conditions.clocks_mhz, {"cpu": 1120.0, "gpu": 306.0}),
+    ):
+        assert found == {name: (value,) * len(conditions.seconds) for name, value in expected.items()}
+    assert read_conditions(machine / "nowhere") == ({}, {})
     assert len(conditions.seconds) >= 3
     assert conditions.seconds[0] < 0 and conditions.seconds[-1] >= 1.0
 
 
-@pytest.mark.parametrize("complete", [0, 12])
 def test_an_interrupted_command_reports_the_answers_so_far(
-    complete: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
 ) -> None:
-    # A warm-up of each budget, and ten frames of the first.
-    interrupt_after(complete + 1)
+    # A warm-up of each budget, ten frames of the first, and one of the second.
+    interrupt_after(13)
     written, moved = tmp_path / "x.json", tmp_path / "x.interrupted.json"
     written.write_text("precious")
     options = ("--rate", 5, "--duration", 2, "--warmup-rounds", 1, "--json", written)
     outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options)
     assert outcome.code == 130 and written.read_text() == "precious"
-    if not complete:
-        assert without_notes(outcome.stderr) == "interrupted; no whole answer was measured, so nothing was kept.\n"
-        assert not moved.exists()
-        return
     said = "the report has the 11 answers so far."
     assert outcome.stderr.endswith(f"interrupted; {said} Earlier files stay; these results are in '{moved}'.\n")
     report = json.loads(moved.read_text())

@@ -135,27 +135,6 @@ def test_an_answer_keeps_its_shapes_however_long_it_is(rig: CudaRig, photo: Imag
     assert rig.report.graphs["decoder_0"] == {"captured": 1, "replayed": 77, "released": 0}
 
 
-def test_the_least_recently_used_graphs_go_first_and_memory_stays_bounded(
-    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = rig.pipeline()
-    monkeypatch.setattr(rig.backend.captures, "_most", 25 * LEAST_BYTES)
-    draw = np.random.default_rng(0)
-    expected = dict[tuple[str, int], list[int]]()
-    for _ in range(60):
-        budget, words = str(draw.choice(BUDGETS)), int(draw.integers(1, 6))
-        answer = ours.generate(photo, "word " * words, budget=budget, max_new_tokens=2, min_new_tokens=2)
-        assert expected.setdefault((budget, words), answer.token_ids) == answer.token_ids
-        assert rig.report.bytes <= 25 * LEAST_BYTES
-    released = sum(counts["released"] for counts in rig.report.graphs.values())
-    assert released > 0
-    # A session with weights stays, so it must free the graphs that go.
-    assert any(session.released for session in rig.library.sessions)
-    # Sessions that are replaced are freed, but for the stand-in's own list.
-    held = sum(len(session.graphs) for session in rig.library.sessions if "visual_index" not in session.types)
-    assert held <= 25 + released
-
-
 def test_a_session_captures_so_many_graphs_at_most(
     rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,18 +161,6 @@ def test_a_graph_that_the_library_refuses_to_capture_runs_and_is_reported(
     refused = rig.report.not_captured
     assert refused and all("cannot use the graph capture feature" in reason for reason in refused.values())
     assert not refused.keys() & rig.report.graphs.keys()
-
-
-def test_a_call_that_fails_while_it_is_captured_runs_as_it_is(
-    rig: CudaRig, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = rig.pipeline()
-    expected = ask(ours, photo, "retain-64", 2)[0].token_ids
-    own = rig.backend.run_options
-    monkeypatch.setattr(rig.backend, "run_options", lambda number: own(number) if number < 0 else None)
-    for _ in range(2):
-        assert ask(ours, photo, "retain-64", 2)[0].token_ids == expected
-    assert "head" in rig.report.not_captured and not rig.device.capturing
 
 
 def test_reports_name_the_gpu_and_an_error_of_the_library_names_graph_and_shapes(rig: CudaRig) -> None:
@@ -235,7 +202,11 @@ def test_threads_with_a_session_a_deadline_and_cancelled_streams_answer_as_alone
     report = rig.report
     assert report.bytes <= report.most_bytes and not rig.device.capturing
     assert sum(counts["replayed"] for counts in report.graphs.values())
-    assert sum(counts["released"] for counts in report.graphs.values())
+    released = sum(counts["released"] for counts in report.graphs.values())
+    # A session with weights stays, so it must free the graphs that go. The others are replaced.
+    assert released and any(session.released for session in rig.library.sessions)
+    held = sum(len(session.graphs) for session in rig.library.sessions if "visual_index" not in session.types)
+    assert held <= 40 + released
 
 
 @pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])

@@ -33,7 +33,6 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import Cpu, Gpu, OpenVinoBackend
-from sinkprune.runtime.steps.decoding import decode_one_token
 from sinkprune.runtime.system import trim_heap
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES
@@ -41,14 +40,12 @@ from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
 from support.references.same_answers import (
-    QUESTION,
     asked,
     assert_alike,
     assert_equal,
     assert_equal_at_both_ends,
     options_of,
 )
-from support.references.steps import watched
 from support.stand_ins.processor_features import computes_in_bf16, fastest_floats
 
 NAMES = [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES]
@@ -56,24 +53,18 @@ GPU, BOTH, PREFILL = "openvino-gpu", "ort-cpu+openvino", "ort-cpu+openvino-prefi
 
 
 class CoreStandIn:
-    """What openvino says of a device: a processor without bf16, or a GPU of a `kind`."""
+    """What openvino reports of a processor without bf16, or of a GPU of a `kind`; without a name there is none."""
 
     available_devices = ("CPU",)
 
     def __init__(self, name: str | None = None, kind: str = "INTEGRATED") -> None:
-        """Without a name there is none."""
-        self.name = name
-        self.told: dict[tuple[str, str], Any] = {
-            ("CPU", "OPTIMIZATION_CAPABILITIES"): ["FP32", "INT8"],
-            ("CPU", "FULL_DEVICE_NAME"): name,
-            ("GPU", "FULL_DEVICE_NAME"): name,
-            ("GPU", "DEVICE_TYPE"): getattr(openvino.properties.device.Type, kind),
-        }
+        self.name, self.kind = name, getattr(openvino.properties.device.Type, kind)
 
     def get_property(self, device: str, name: str) -> Any:
         if self.name is None:
             raise RuntimeError("Cannot load library libopenvino_intel_gpu_plugin.so: libOpenCL.so.1")
-        return self.told[device, name]
+        kinds = {"OPTIMIZATION_CAPABILITIES": ["FP32", "INT8"], "DEVICE_TYPE": self.kind}
+        return {**kinds, "FULL_DEVICE_NAME": self.name}[name]
 
 
 @pytest.fixture(autouse=True)
@@ -195,36 +186,26 @@ def test_what_faster_types_change_is_little(
     assert_alike(fast, exact, photo)
 
 
-def test_a_processor_without_bf16_computes_in_fp32_and_rejects_bf16() -> None:
+def test_devices_compute_in_what_they_have_and_the_errors_name_what_is_missing() -> None:
     old = CoreStandIn("an old one")
     assert Cpu(old, "openvino", None, "fastest").cache == "fp32"
     with pytest.raises(BackendError, match=r"this processor lacks: an old one\. Leave --compute out"):
         Cpu(old, "openvino", None, "bf16")
-
-
-def test_without_such_a_gpu_the_error_names_what_to_install() -> None:
     with pytest.raises(BackendError, match=r"finds none here, only CPU\. Install .* intel-opencl-icd"):
         Gpu(CoreStandIn(), GPU, None, "fastest")
-
-
-def test_selection_is_in_fp32_and_all_else_in_fp16_unless_fp32_is_chosen() -> None:
-    asked_for: dict[tuple[str, bool], Any] = {
-        (compute, weights): Gpu(CoreStandIn("Arc"), GPU, None, compute).properties(None, weights=weights)
-        for compute in ("fastest", "fp32")
-        for weights in (True, False)
-    }
-    kinds = {key: found["INFERENCE_PRECISION_HINT"] for key, found in asked_for.items()}
-    assert kinds.pop(("fastest", True)) == "f16"
-    assert {*kinds.values()} == {"f32"}
-    # Rows rounded to int8 are not fp32
-    assert asked_for["fp32", True]["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == 0
-    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in asked_for["fastest", True]
-
-
-@pytest.mark.parametrize(("kind", "known"), [("INTEGRATED", True), ("DISCRETE", False)])
-def test_a_gpu_within_the_processor_takes_the_machine_s_memory(kind: str, known: bool) -> None:
-    gpu = Gpu(CoreStandIn("Arc", kind), GPU, None, "fastest")
-    assert gpu.free_bytes() == (pytest.approx(available_bytes(), rel=0.2) if known else 0)
+    # Selection is in fp32. Rows rounded to int8 are not fp32.
+    hint, group = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+    for compute, weights, expected in (
+        ("fastest", True, ("f16", None)),
+        ("fastest", False, ("f32", None)),
+        ("fp32", True, ("f32", 0)),
+    ):
+        found = Gpu(CoreStandIn("Arc"), GPU, None, compute).properties(None, weights=weights)
+        assert (found[hint], found.get(group)) == expected
+    # A GPU within the processor takes the machine's memory.
+    for kind, free in (("INTEGRATED", available_bytes()), ("DISCRETE", 0)):
+        gpu = Gpu(CoreStandIn("Arc", kind), GPU, None, "fastest")
+        assert gpu.free_bytes() == pytest.approx(free, rel=0.2)
 
 
 @pytest.mark.intel_gpu
@@ -339,29 +320,6 @@ def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
     np.testing.assert_array_equal(answer.kept.salience, expected.kept.salience)
     assert_alike(ours, decoders, photo)
     assert_alike(both, decoders, photo)
-
-
-def test_both_libraries_hold_the_rows_of_a_prompt_until_the_first_token(
-    bundle: Callable[..., Path], photo: Image.Image
-) -> None:
-    ours = Pipeline.load(bundle("gqa-112"), backend=PREFILL)
-    cache = watched(ours, photo, QUESTION, budget="retain-64", max_new_tokens=1).prefill.cache
-
-    def check(decoder: Any, segment: Any, count: int) -> None:
-        assert segment.length == segment.of_prompt.length == count
-        states = decoder._prompts.keys_and_values(segment.of_prompt)
-        assert {*states} == {*segment.of_tokens.buffers}
-        for name, tensor in segment.of_tokens.buffers.items():
-            buffer = tensor.numpy()
-            assert states[name].shape[2] == count and buffer.any()
-            np.testing.assert_array_equal(buffer[:, :, :count], states[name])
-            assert not buffer[:, :, count:].any()
-
-    for decoder, segment in zip(ours.chain.decoders, cache.segments, strict=True):
-        check(decoder, segment, length := segment.length)
-        check(decoder, decoder.restore(decoder.save(segment, length - 3), length - 3, length), length - 3)
-    decode_one_token(ours.chain, cache, ours.embedding([7])[0])
-    assert all(segment.of_prompt is None for segment in cache.segments)
 
 
 def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,10 @@ def decoder_layer(quantised: bool = True) -> Any:
     return openvino.Model(results, [x])
 
 
-def compiled(model: Any) -> Callable[..., list[Array]]:
-    """What computes `model`."""
-    request = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+def compiled(model: Any, group: int = 0) -> Callable[..., list[Array]]:
+    """What computes `model`, in fp32 but for what is rounded in such groups."""
+    properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    request = openvino.Core().compile_model(model, "CPU", properties).create_infer_request()
     return lambda *inputs: [value.copy() for value in request.infer(list(inputs)).values()]
 
 
@@ -225,14 +226,6 @@ def layers(stored: Stored, folder: Path) -> list[Any]:
     return [GraphReader(openvino, core).read(model), core.read_model(engine)]
 
 
-def computed(model: Any, rows: Array, group: int) -> Array:
-    """`rows` times the matrix, in fp32 but for what is rounded in such groups."""
-    properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
-    compiled = openvino.Core().compile_model(model, "CPU", properties)
-    result: Array = compiled.create_infer_request().infer([rows])[0].astype(np.float32)
-    return result
-
-
 @pytest.mark.parametrize("stored", [*FLOATS, *QUANTISED, *IN_FP16], ids=name_of)
 def test_rows_for_every_quantised_form_are_rounded_in_the_largest_groups_that_its_blocks_permit(
     stored: Stored, tmp_path: Path
@@ -246,6 +239,6 @@ def test_rows_for_every_quantised_form_are_rounded_in_the_largest_groups_that_it
     rows = rows.astype(PRECISIONS[stored.precision].numpy)
     for model in layers(stored, tmp_path):
         assert group_in_int8(model) == largest
-        exact, rounded = (computed(model, rows, group) for group in (0, largest))
+        exact, rounded = (compiled(model, group)(rows)[0].astype(np.float32) for group in (0, largest))
         error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
         assert_error(error, rounded=bool(largest) and rounds_to_int8(), least=1e-3, most=0.02, exact=1e-6)
