@@ -86,7 +86,7 @@ def swapped(one: str, other: str) -> Alter:
 def scaled(output: str, factor: float) -> Alter:
     """Multiply an output of float32 by `factor`."""
     return lambda model: _replaced(
-        model, output, f"x_factor = Constant <value_float = {factor}> ()", "x = Mul (x_was, x_factor)"
+        model, output, f"x_factor = Constant <value_float = {float(factor)}> ()", "x = Mul (x_was, x_factor)"
     )
 
 

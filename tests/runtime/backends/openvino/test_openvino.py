@@ -332,7 +332,7 @@ def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch:
     assert loaded == ["vision"]
     loaded.clear()
     pipeline = Pipeline.load(bundle("gqa-112"), backend=PREFILL)
-    decoders = [f"decoder_{segment}" for segment in range(len(pipeline.chain.segments))]
+    decoders = [f"decoder_{segment}" for segment in reversed(range(len(pipeline.chain.segments)))]
     assert loaded == ["vision", "projector", *decoders]
     assert "; tokens in the graphs' types" in pipeline.backend.compute
 
