@@ -254,11 +254,13 @@ class _InPlaceEngine:
         known = self._bindings.get(buffers[0])
         if known is not None:
             return known
-        binding = self._bindings[buffers[0]] = self._session.io_binding()
+        binding = self._session.io_binding()
         for (output, name), own in zip(self._caches.items(), buffers, strict=True):
             place = ("cpu", 0, DTYPES[own.data_type()], own.shape(), own.data_ptr())
             binding.bind_input(name, *place)
             binding.bind_output(output, *place)
+        # Only now: Ctrl-C may come at any moment.
+        self._bindings[buffers[0]] = binding
         return binding
 
 
