@@ -21,6 +21,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.runtime.backends.openvino.backend import import_openvino
+from sinkprune.runtime.backends.openvino.graphs import reader_of
 from support.references.same_answers import asked, kept_sets
 from support.stand_ins.processor_features import instructions
 
@@ -59,7 +60,7 @@ def kernel() -> str:
     rows = openvino.opset15.parameter([-1, 64], np.float32)
     product = openvino.opset15.matmul(rows, np.ones((64, 64), np.float32), False, False)
     model = openvino.Model([product], [rows])
-    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = reader_of(openvino).core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     compiled.create_infer_request().infer([np.ones((3, 64), np.float32)])
     nodes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
     products = [node for node in nodes if node["layerType"].astype(str) in ("FullyConnected", "MatMul")]

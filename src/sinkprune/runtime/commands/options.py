@@ -328,8 +328,9 @@ def free_bytes(backend: str) -> int:
     try:
         if KNOWN[backend].target == "openvino":
             from sinkprune.runtime.backends.openvino.backend import Gpu, import_openvino
+            from sinkprune.runtime.backends.openvino.graphs import reader_of
 
-            return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
+            return Gpu(reader_of(import_openvino(backend)).core, backend, None, "fastest").free_bytes()
         from sinkprune.runtime.device.cuda import open_device
 
         return open_device().memory()[0]

@@ -26,7 +26,7 @@ from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import graphs as openvino_blocks
 from sinkprune.runtime.backends.openvino.backend import DEVICES, Cpu, OpenVinoBackend, import_openvino
-from sinkprune.runtime.backends.openvino.graphs import GraphReader, fill_blocks, group_in_int8
+from sinkprune.runtime.backends.openvino.graphs import fill_blocks, group_in_int8, reader_of
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends
 from support.stand_ins.processor_features import assert_error, rounds_to_int8
@@ -93,7 +93,7 @@ def decoder_layer(quantised: bool = True) -> Any:
 def compiled(model: Any, group: int = 0) -> Callable[..., list[Array]]:
     """What computes `model`, in fp32 but for what is rounded in such groups."""
     properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
-    request = openvino.Core().compile_model(model, "CPU", properties).create_infer_request()
+    request = reader_of(openvino).core.compile_model(model, "CPU", properties).create_infer_request()
     return lambda *inputs: [value.copy() for value in request.infer(list(inputs)).values()]
 
 
@@ -132,7 +132,7 @@ def test_rows_are_repeated_and_dropped_only_where_they_meet(
 ) -> None:
     """An operator that is not known to compute each row by itself would cut every layer in two, at every token."""
     opened = read_bundle(bundle(name, weights="int8", **form))
-    reader = GraphReader(openvino, openvino.Core())
+    reader = reader_of(openvino)
     # What reads decoders of opset20 are other engines.
     kinds_of_graphs = ("vision",) if "dialect" in form else ("vision", "decoder_")
     for graph in (graph for graph in opened.manifest.graphs if graph.startswith(kinds_of_graphs)):
@@ -222,8 +222,8 @@ def layers(stored: Stored, folder: Path) -> list[Any]:
     files = {name: HeldFile(folder / name, BackendError) for name in (spec.file, "weights/layer.bin")}
     model, engine = Model("layer", spec, spec.file, files, graph.bytes), folder / "engine.xml"
     OpenVinoBackend("openvino", None, "fp32").write(model, engine)
-    core = openvino.Core()
-    return [GraphReader(openvino, core).read(model), core.read_model(engine)]
+    reader = reader_of(openvino)
+    return [reader.read(model), reader.core.read_model(engine)]
 
 
 @pytest.mark.parametrize("stored", [*FLOATS, *QUANTISED, *IN_FP16], ids=name_of)

@@ -30,7 +30,7 @@ from sinkprune.runtime.backends.known import TOWER_IN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedCache, BufferedDecoder, joined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
-from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, GraphReader, fill_blocks, group_in_int8, paths
+from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, fill_blocks, group_in_int8, paths, reader_of
 from sinkprune.runtime.device.turns import Turns
 from sinkprune.runtime.system import bound_cores, usable_cores
 
@@ -201,14 +201,10 @@ class OpenVinoBackend(Backend):
         Raises `BackendError` where openvino or the device is missing, or lacks the type `compute`.
         """
         openvino = import_openvino(name)
-        self._openvino, self._core = openvino, openvino.Core()
-        # On some processors it keeps reading matrices from a mapped file, and a truncated file would end the process.
-        # So it reads all weights into its own memory.
-        self._core.set_property({"ENABLE_MMAP": False})
+        self._openvino, self._reader, self._gives_rows = openvino, reader_of(openvino), gives_rows
         self.turn = Turns()
         self.compiles_lengths = True
-        self._reader = GraphReader(openvino, self._core, gives_rows=gives_rows)
-        self._device = DEVICES[name](self._core, name, threads, compute)
+        self._device = DEVICES[name](self._reader.core, name, threads, compute)
         self.name = name
         self.threads, self.compute, self.cache = self._device.threads, self._device.compute, self._device.cache
         self.versions = {"openvino": openvino.__version__, **self._device.versions}
@@ -230,18 +226,21 @@ class OpenVinoBackend(Backend):
         Functions are inlined, and caches are states. Raises what `load` raises.
         """
         with self._refusals(model), paths(model):
-            self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
+            self._openvino.serialize(self._read(model), file, file.with_suffix(WEIGHTS))
+
+    def _read(self, model: Model) -> Any:
+        return self._reader.read(model, gives_rows=self._gives_rows)
 
     def _compiled(self, model: Model) -> Callable[[], _OpenVinoEngine]:
         """Compile a graph, and run it once: OpenVINO packs matrices in their first run, which takes seconds."""
         with self._refusals(model):
-            read = self._reader.read(model)
+            read = self._read(model)
             if model.weight_bytes and self._device.fills_blocks:
                 fill_blocks(self._openvino, read)
             properties = self._device.properties(read, weights=model.weight_bytes > 0)
             inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
             with paths(model):
-                library = self._core.compile_model(read, self._device.name, properties)
+                library = self._reader.core.compile_model(read, self._device.name, properties)
                 if model.weight_bytes:
                     library.create_infer_request().infer(_smallest_inputs(model, inputs))
             return lambda: _OpenVinoEngine(model.graph, library, inputs, outputs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import chain, repeat
 from math import prod
 from pathlib import Path
@@ -212,29 +213,40 @@ _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
 """The marks of a Convert of weights that are stored in a smaller type than that of the computation."""
 
 
-class GraphReader:
-    """Reads the ONNX files of a bundle into OpenVINO models."""
+@cache
+def reader_of(openvino: Any) -> GraphReader:
+    """Return the one reader of this process, and with it OpenVINO's one `Core`.
 
-    def __init__(self, openvino: Any, core: Any, *, gives_rows: bool = False) -> None:
-        """With `gives_rows`, decoder segments return the new rows of their caches, named as the caches were."""
-        self._ov, self._ops = openvino, openvino.opset15
-        self._core, self._gives_rows = core, gives_rows
+    When a CPU plugin is freed after an older one, it restores that one's stack for signals, which is gone. The next
+    Ctrl-C would end the process (openvino 2026.4). So no other `Core` is opened, and this one is never freed.
+    """
+    return GraphReader(openvino)
+
+
+class GraphReader:
+    """Reads the ONNX files of a bundle into OpenVINO models, with its own `core`, which also compiles them."""
+
+    def __init__(self, openvino: Any) -> None:
+        self._ov, self._ops, self.core = openvino, openvino.opset15, openvino.Core()
+        # On some processors it keeps reading matrices from a mapped file, and a truncated file would end the process.
+        # So it reads all weights into its own memory.
+        self.core.set_property({"ENABLE_MMAP": False})
         extension = openvino.frontend.onnx.ConversionExtension
-        # Held here, because the core does not keep them alive. As they hold it too, no core is ever freed. That takes
-        # some MB, and is needed: when a CPU plugin is freed after an older one, it restores that one's stack for
-        # signals, which is gone. The next Ctrl-C would end the process (openvino 2026.4).
+        # Held here, because the core does not keep them alive.
         self._extensions = [extension("Attention", self._attention), extension("TensorScatter", self._appended)]
         for added in self._extensions:
-            core.add_extension(added)
+            self.core.add_extension(added)
 
-    def read(self, model: Model) -> Any:
+    def read(self, model: Model, *, gives_rows: bool = False) -> Any:
         """Return the graph of `model`, with its caches as states; `BEAM` is an input where there are any.
+
+        With `gives_rows`, decoder segments return the new rows of their caches, named as the caches were.
 
         A bundle's graph is an ONNX file. A graph without weights is read from memory, because it may be loaded after
         its file was replaced. An engine is in openvino's own format. Raises `BackendError`, and openvino's
         `RuntimeError`.
         """
-        read = self._engine(model) if model.built else self._of_bundle(model)
+        read = self._engine(model) if model.built else self._of_bundle(model, gives_rows)
         for node in read.get_ops():
             if node.get_type_name() != "Convert":
                 continue
@@ -247,7 +259,7 @@ class GraphReader:
 
     def _engine(self, model: Model) -> Any:
         with paths(model) as path:
-            read = self._core.read_model(path, path.with_suffix(WEIGHTS))
+            read = self.core.read_model(path, path.with_suffix(WEIGHTS))
         states = cache_names(model.spec)
         kept = replace(
             model.spec,
@@ -258,14 +270,14 @@ class GraphReader:
         replace(model, spec=kept).check_interface(taken, _specs(read.outputs))
         return read
 
-    def _of_bundle(self, model: Model) -> Any:
+    def _of_bundle(self, model: Model, gives_rows: bool) -> Any:
         with paths(model) as path:
-            read = self._core.read_model(path if model.weights else inlined(model.onnx))
+            read = self.core.read_model(path if model.weights else inlined(model.onnx))
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
-        self._keep_caches(read, cache_names(model.spec))
+        self._keep_caches(read, cache_names(model.spec), gives_rows)
         return read
 
-    def _keep_caches(self, read: Any, caches: Mapping[str, str]) -> None:
+    def _keep_caches(self, read: Any, caches: Mapping[str, str], gives_rows: bool) -> None:
         """Turn `caches`, given as inputs by their outputs, from inputs and outputs into states of the model."""
         if not caches:
             return
@@ -289,7 +301,7 @@ class GraphReader:
             sinks.append(self._ops.assign(joined.get_node(), state))
             read.remove_result(grown.get_node())
             read.remove_parameter(past.get_node())
-            if self._gives_rows:
+            if gives_rows:
                 new = joined.get_node().input_value(1)
                 joined.get_tensor().set_names(set())
                 new.get_tensor().set_names({name})
