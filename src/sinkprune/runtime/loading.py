@@ -22,7 +22,7 @@ from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, reporting
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine, TokenDecoder, load_backend
 from sinkprune.runtime.backends.known import Compute, usual_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.families import Family, Fit, load_family
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from sinkprune.runtime.backends.compatibility import BuiltEngines
     from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
+TOKENS = "tokens"
+"""The name, for `wrap`, of an engine that runs all decoder segments and the head on a new token."""
 _LOADING_PLANS = "loading the budgets' graphs"
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
@@ -279,6 +281,13 @@ def load_model(
         own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
         return backend.load_decoder(model(graph), manifest.cache, own)
 
+    def load_token_decoder() -> TokenDecoder | None:
+        if not manifest.decodes:
+            return None
+        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(TOKENS, engine, backend))
+        graphs = [*(f"decoder_{segment}" for segment in range(len(manifest.segments))), manifest.last_graph]
+        return backend.load_token_decoder(map(model, graphs), manifest.cache, own)
+
     family, frames = load_family(manifest, fit), None
     if backend.prepares_frames and (form := family.frame_form()) is not None:
         from sinkprune.runtime.frames import FrameGraph
@@ -290,7 +299,7 @@ def load_model(
         family,
         PromptEncoder.of_bundle(bundle),
         Embedding(bundle.files[EMBEDDING], manifest),
-        Chain(manifest, backend, load, load_decoder, progress),
+        Chain(manifest, backend, load, load_decoder, load_token_decoder, progress),
         PictureWarnings(),
         frames,
     )

@@ -23,6 +23,8 @@ from support.programs.slow_cases import each_once
 Bundles = Callable[..., Path]
 BUDGETS = ("retain-128", "retain-64")
 QUESTION = "What is on the table?"
+PREFILL = "ort-cpu+openvino-prefill"
+BACKENDS = ("ort-cpu", "openvino", "ort-cpu+openvino", PREFILL)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def cut_off_weights(root: Path) -> None:
         os.truncate(path, 0)
 
 
-@pytest.mark.parametrize(("alter", "backend"), each_once([shutil.rmtree, cut_off_weights], ["ort-cpu", "openvino"]))
+@pytest.mark.parametrize(("alter", "backend"), each_once([shutil.rmtree, cut_off_weights], BACKENDS))
 def test_a_loaded_pipeline_answers_as_before(
     alter: Callable[[Path], object], backend: str, copied: Path, bundle: Bundles, photo: Image.Image
 ) -> None:
@@ -65,7 +67,9 @@ def mapped(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("backend", "weights"),
-    each_once(("ort-cpu", "openvino", "ort-cpu+openvino"), ("fp32", "fp16", "bf16", "int8", "int4", "uint4")),
+    each_once(
+        ("ort-cpu", "openvino", "ort-cpu+openvino", PREFILL), ("fp32", "fp16", "bf16", "int8", "int4", "uint4")
+    ),
 )
 def test_no_file_stays_mapped(weights: WeightsName, backend: str, bundle: Bundles, photo: Image.Image) -> None:
     """So that nothing depends on which matrices a library packs on this processor."""
@@ -88,13 +92,14 @@ def test_engines_for_openvino_are_not_read_again(bundle: Bundles, photo: Image.I
     assert answers(loaded, photo) == expected
 
 
+@pytest.mark.parametrize("backend", ["ort-cpu", PREFILL])
 def test_what_onnxruntime_leaves_mapped_is_loaded_from_memory(
-    copied: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+    backend: str, copied: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are no matrices stand in for a matrix that it does not pack on some processor."""
-    expected = answers(Pipeline.load(copied), photo)
+    expected = answers(Pipeline.load(copied, backend=backend), photo)
     monkeypatch.setattr(OrtBackend, "_hold_small_weights", lambda *given: [])
-    loaded = Pipeline.load(copied)
+    loaded = Pipeline.load(copied, backend=backend)
     assert not mapped(copied)
     cut_off_weights(copied)
     assert answers(loaded, photo) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,6 +87,17 @@ class Decoder(Protocol):
         """
 
 
+class TokenDecoder(Protocol):
+    """All decoder segments and the head as one engine, for one new row."""
+
+    def __call__(self, inputs: Sequence[Mapping[str, Tensor]], caches: Sequence[Any]) -> Tensor:
+        """Return the logits [1,vocab] after a new row, from what each segment's `Decoder` takes.
+
+        Only the first of `inputs` has `hidden`. The call adds the row to `caches`, one of each segment. Raises what a
+        `Decoder` raises.
+        """
+
+
 class Backend(Clock, Protocol):
     """An engine library on a device: loads graphs, holds tensors, and measures times."""
 
@@ -138,6 +149,16 @@ class Backend(Clock, Protocol):
         The decoder calls `wrap(engine)` instead of its engine. Where caches are buffers, this engine receives all
         inputs of the graph contract. Raises what `load` raises.
         """
+
+    def load_token_decoder(
+        self, models: Iterable[Model], form: CacheForm, wrap: Callable[[Engine], Engine]
+    ) -> TokenDecoder | None:
+        """Load the decoder segments and the head, `models`, as one engine for new tokens.
+
+        Returns None where new tokens run through one segment after the other. Called before `load_decoder`, with the
+        same `form`; raises what `load` raises.
+        """
+        return None
 
     def load_small(self, name: str, graph: GraphWriter) -> Engine:
         """Load a graph of that name that the runtime writes itself, where `prepares_frames`; called in a `turn`."""

@@ -63,7 +63,7 @@ ORT_WITH_OPENVINO = BackendSpec(
 )
 ORT_WITH_OPENVINO_PREFILL = replace(
     ORT_WITH_OPENVINO,
-    opened_by=f"{_OURS}.openvino.backend:open_for_prefill",
+    opened_by=f"{_OURS}.openvino.prefill:open_backend",
     memory=BackendMemory(in_both(OPENVINO, ORT_CPU), OPENVINO),
 )
 ORT_CUDA = replace(

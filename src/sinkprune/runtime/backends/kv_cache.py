@@ -175,18 +175,12 @@ class BufferedCache(Cache):
     """The rows that new buffers have room for at least."""
 
 
-class BufferedDecoder(Decoder):
-    """A decoder segment whose engine takes all inputs of the graph contract, with the caches as buffers.
+class SegmentCaches:
+    """The caches of one decoder segment, of any number of answers."""
 
-    With caches of form `in-place`, the engine writes new rows into the buffers. With the form `rows`, it returns new
-    rows, which are then written into the buffers.
-    """
-
-    def __init__(
-        self, engine: Engine, memory: CacheMemory, spec: GraphSpec, form: CacheForm, room: int | None = None
-    ) -> None:
-        """Run the graph `spec` on `engine`. `room` is the only room that its caches may have, or None."""
-        self._engine, self._memory, self._in_place, self._room = engine, memory, form == "in-place", room
+    def __init__(self, memory: CacheMemory, spec: GraphSpec, form: CacheForm, room: int | None = None) -> None:
+        """Hold the caches of the graph `spec` in `memory`. `room` is the only room that they may have, or None."""
+        self._memory, self._in_place, self._room = memory, form == "in-place", room
         self._names = cache_names(spec)
         a_cache = next(tensor for tensor in spec.inputs if tensor.name in self._names.values())
         self._dtype = np.dtype(a_cache.dtype)
@@ -197,19 +191,11 @@ class BufferedDecoder(Decoder):
     def new_cache(self, expected: int = 0) -> BufferedCache:
         return BufferedCache(self._no_buffers, expected=expected if self._memory.fixes_room else 0)
 
-    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
-        rows = self._memory.rows(inputs["hidden"])
-        length = cache.length + rows
+    def inputs(self, cache: BufferedCache, rows: int) -> dict[str, Tensor]:
+        """Return what the graph takes of `cache`, with room for new `rows` if it writes them into the buffers."""
         if self._in_place:
-            self._make_room(cache, length)
-        past_length = self._memory.tensor(np.array([cache.length], np.int64))
-        outputs = self._engine({**inputs, "past_length": past_length, **cache.buffers})
-        if self._in_place:
-            cache.length = length
-        else:
-            # After the run, because new room may hold values that are not finite until the rows are written.
-            self.append(outputs, cache, rows)
-        return outputs
+            self._make_room(cache, cache.length + rows)
+        return {"past_length": self._memory.tensor(np.array([cache.length], np.int64)), **cache.buffers}
 
     def append(self, new: Mapping[str, Tensor], cache: BufferedCache, rows: int) -> None:
         """Write the `rows` rows [1,Hkv,S,h] of `new`, by the graph's outputs, behind those of `cache`."""
@@ -251,3 +237,28 @@ class BufferedDecoder(Decoder):
     def _new_buffers(self, room: int) -> dict[str, Tensor]:
         buffers = self._memory.buffers(len(self._names), (1, self._heads, room, self._size), self._dtype)
         return dict(zip(self._names.values(), buffers, strict=True))
+
+
+class BufferedDecoder(SegmentCaches, Decoder):
+    """A decoder segment whose engine takes all inputs of the graph contract, with the caches as buffers.
+
+    With caches of form `in-place`, the engine writes new rows into the buffers. With the form `rows`, it returns new
+    rows, which are then written into the buffers.
+    """
+
+    def __init__(
+        self, engine: Engine, memory: CacheMemory, spec: GraphSpec, form: CacheForm, room: int | None = None
+    ) -> None:
+        """Run the graph `spec` on `engine`; the rest is that of `SegmentCaches`."""
+        super().__init__(memory, spec, form, room)
+        self._engine = engine
+
+    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
+        rows = self._memory.rows(inputs["hidden"])
+        outputs = self._engine({**inputs, **self.inputs(cache, rows)})
+        if self._in_place:
+            cache.length += rows
+        else:
+            # After the run, because new room may hold values that are not finite until the rows are written.
+            self.append(outputs, cache, rows)
+        return outputs

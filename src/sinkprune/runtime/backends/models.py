@@ -292,7 +292,7 @@ class Model:
 
     @cached_property
     def _checked(self) -> tuple[bytes, tuple[Weight, ...]]:
-        data = self.file.read(GRAPH_BYTES)
+        data = self._read()
         weights = checked_weights(data, self._described)
         for weight in weights:
             if self._file_of(weight) not in self.folder:
@@ -306,6 +306,9 @@ class Model:
                     "engines do. sinkprune writes no such bundle: export it again."
                 )
         return data, weights
+
+    def _read(self) -> bytes:
+        return self.file.read(GRAPH_BYTES)
 
     @property
     def _described(self) -> str:

@@ -21,7 +21,7 @@ from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
+from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, TokenDecoder
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Rotary
 
@@ -41,9 +41,13 @@ class Chain:
         backend: Backend,
         load: Callable[[str], Engine],
         load_decoder: Callable[[str], Decoder],
+        load_token_decoder: Callable[[], TokenDecoder | None],
         progress: OnProgress = unreported,
     ) -> None:
-        """Load the weight engines; `load` and `load_decoder` return the engine of a graph, by the graph's name."""
+        """Load the weight engines; `load` and `load_decoder` return the engine of a graph, by the graph's name.
+
+        `load_token_decoder` returns what `Backend.load_token_decoder` does.
+        """
         self.backend, self._load = backend, load
         self.model = model = manifest.language_model
         self.dtype: np.dtype[Any] = DTYPES[manifest.precision]
@@ -66,6 +70,8 @@ class Chain:
 
         self.vision = load(counted("vision"))
         self.projector = load(counted(manifest.projector)) if manifest.projector else None
+        self.token_decoder = load_token_decoder()
+        """What computes a new token; None where `decoders` and `last` do."""
         # The last segment, the largest, loads first: a graph takes more memory while it loads than later.
         last_first = [load_decoder(counted(f"decoder_{segment}")) for segment in reversed(range(len(self.segments)))]
         self.decoders = last_first[::-1]

@@ -183,7 +183,10 @@ def other_rows(graph: str, found: int, expected: int) -> BundleError:
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
     """Run one token's embedding `row` [d] through all layers; grows `cache`, and returns logits [1,vocab]."""
-    return chain.last({"hidden": run_rows(chain, cache, row[None])})["logits"]
+    if chain.token_decoder is None:
+        return chain.last({"hidden": run_rows(chain, cache, row[None])})["logits"]
+    first, *others = _of_segments(chain, cache, 1)
+    return chain.token_decoder([{"hidden": chain.backend.tensor(row[None, None]), **first}, *others], cache.segments)
 
 
 def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
@@ -191,19 +194,24 @@ def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
 
     Several rows at once need a chain that `resumes`.
     """
-    backend, count = chain.backend, len(rows)
-    hidden = backend.tensor(rows[None])
-    tables: dict[int, dict[str, Tensor]] = {}
-    for segment, decoder in enumerate(chain.decoders):
-        position = cache.next_positions[segment]
-        if position not in tables:
-            cos, sin = chain.rotary.tables(np.arange(position, position + count))
-            tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
-        added = {} if segment else chain.deepstack_token if count == 1 else chain.deepstack_zeros(count)
-        outputs = decoder({"hidden": hidden, **tables[position], **added}, cache.segments[segment])
-        cache.next_positions[segment] += count
-        hidden = outputs["hidden_out"]
+    hidden = chain.backend.tensor(rows[None])
+    inputs = _of_segments(chain, cache, len(rows))
+    for decoder, own, segment in zip(chain.decoders, inputs, cache.segments, strict=True):
+        hidden = decoder({"hidden": hidden, **own}, segment)["hidden_out"]
     return hidden
+
+
+def _of_segments(chain: Chain, cache: KVCache, count: int) -> list[dict[str, Tensor]]:
+    """Return what each segment takes of the next `count` rows besides `hidden`; moves the positions of `cache`."""
+    tables: dict[int, dict[str, Tensor]] = {}
+    for position in cache.next_positions:
+        if position not in tables:
+            cos, sin = map(chain.backend.tensor, chain.rotary.tables(np.arange(position, position + count)))
+            tables[position] = {"cos": cos, "sin": sin}
+    inputs = [tables[position] for position in cache.next_positions]
+    inputs[0] = inputs[0] | (chain.deepstack_token if count == 1 else chain.deepstack_zeros(count))
+    cache.next_positions[:] = [position + count for position in cache.next_positions]
+    return inputs
 
 
 def kv_bytes(chain: Chain, lengths: Sequence[int]) -> int:

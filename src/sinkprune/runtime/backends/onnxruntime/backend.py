@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -230,9 +230,9 @@ class _InPlaceEngine:
         buffers = set(self._caches.values())
         self._inputs = [tensor for tensor in model.spec.inputs if tensor.name not in buffers]
         self._outputs = [tensor for tensor in model.spec.outputs if tensor.name not in self._caches]
-        # By the first of a cache's buffers, which are only replaced all at once. An answer has its buffers for
-        # itself, so no two threads use one binding.
-        self._bindings = WeakKeyDictionary[Any, Any]()
+        # By the first of the buffers: a binding, and all that are bound. An answer has its buffers for itself, so no
+        # two threads use one binding.
+        self._bindings = WeakKeyDictionary[Any, tuple[Any, list[ref[Any]]]]()
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all outputs by name, in host memory. Raises `BackendError` where onnxruntime fails."""
@@ -251,16 +251,16 @@ class _InPlaceEngine:
 
     def _bound(self, buffers: list[Any]) -> Any:
         """Return a binding of the caches to `buffers`, by their addresses: it must not keep them alive."""
-        known = self._bindings.get(buffers[0])
-        if known is not None:
-            return known
+        binding, bound = self._bindings.get(buffers[0], (None, []))
+        if binding is not None and all(own is known() for own, known in zip(buffers, bound, strict=True)):
+            return binding
         binding = self._session.io_binding()
         for (output, name), own in zip(self._caches.items(), buffers, strict=True):
             place = ("cpu", 0, DTYPES[own.data_type()], own.shape(), own.data_ptr())
             binding.bind_input(name, *place)
             binding.bind_output(output, *place)
         # Only now: Ctrl-C may come at any moment.
-        self._bindings[buffers[0]] = binding
+        self._bindings[buffers[0]] = binding, list(map(ref, buffers))
         return binding
 
 

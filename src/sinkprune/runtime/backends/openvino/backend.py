@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ import numpy as np
 
 from sinkprune.contract.budgets import OTHER_TOWERS, TOWER
 from sinkprune.contract.checks import install_command
-from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import ACTION_HEAD, CacheForm
 from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import TOWER_IN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedCache, BufferedDecoder, joined
+from sinkprune.runtime.backends.kv_cache import joined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, fill_blocks, group_in_int8, paths, reader_of
@@ -378,91 +377,13 @@ class OrtWithOpenVinoBackend(OrtBackend):
         """Wrap OpenVINO's `engine`, which takes and returns arrays, for tensors of this backend."""
 
         def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: self.tensor(array) for name, array in engine(_arrays(inputs)).items()}
+            return {name: self.tensor(array) for name, array in engine(arrays_of(inputs)).items()}
 
         return run
 
 
-def _arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
+def arrays_of(tensors: Mapping[str, Any]) -> dict[str, Array]:
     """Return OrtValues as arrays for OpenVINO. They are views, which are valid as long as the OrtValues are."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     # Two C types are int64, and openvino does not accept the one that onnxruntime returns.
     return {name: array.view(array.dtype.name) for name, array in arrays.items()}
-
-
-def open_for_prefill(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
-    """Open the backend `name`, which takes no engines; raises `BackendError` and `EnginesError`."""
-    if built is not None:
-        raise EnginesError(
-            f"the engines in '{built.engines.path}' hold one form of each decoder segment, backend '{name}' needs "
-            "two. Give the bundle, or take --backend ort-cpu+openvino."
-        )
-    return OpenVinoPrefillBackend(name, threads, compute)
-
-
-class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
-    """`openvino` for pictures and prompts, `ort-cpu` for new tokens. Both hold the weights of the decoder."""
-
-    of_openvino = (*OF_OPENVINO, "projector")
-    gives_rows = True
-    compiles_lengths = True
-
-    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
-        super().__init__(name, threads, compute)
-        tokens, _, prompts = self.compute.partition(TOWER_IN)
-        self.compute, self.cache = f"{prompts}; tokens in {tokens}", self._openvino.cache
-
-    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        def wrapped(engine: Engine) -> Engine:
-            # `wrap` may look at tensors, which are those of this backend.
-            own = wrap(self._on_ort_values(engine))
-            return lambda inputs: own({name: self.tensor(array) for name, array in inputs.items()})
-
-        tokens = super().load_decoder(model, form, wrap)
-        assert isinstance(tokens, BufferedDecoder)
-        prompts = self._openvino.load_decoder(model, form, wrapped)
-        return _PrefillDecoder(prompts, tokens)
-
-
-@dataclass
-class _PrefillCache(Cache):
-    """The keys and values of one segment, of one answer, in both libraries."""
-
-    of_tokens: BufferedCache
-    of_prompt: Any
-    """OpenVINO's cache; None after the first single row, which is ONNX Runtime's."""
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        return self.of_tokens.length
-
-
-class _PrefillDecoder(Decoder):
-    """A segment in OpenVINO and in ONNX Runtime. Both get the rows of a prompt: reading OpenVINO's states is slow."""
-
-    def __init__(self, prompts: Decoder, tokens: BufferedDecoder) -> None:
-        self._prompts, self._tokens = prompts, tokens
-
-    def new_cache(self, expected: int = 0) -> _PrefillCache:
-        return _PrefillCache(self._tokens.new_cache(expected), self._prompts.new_cache())
-
-    def __call__(self, inputs: Mapping[str, Any], cache: _PrefillCache) -> dict[str, Any]:
-        rows = inputs["hidden"].shape()[1]
-        if cache.of_prompt is None or rows == 1:
-            cache.of_prompt = None
-            return self._tokens(inputs, cache.of_tokens)
-        outputs = self._prompts(_arrays(inputs), cache.of_prompt)
-        self._tokens.append(outputs, cache.of_tokens, rows)
-        return outputs
-
-    def keys_and_values(self, cache: _PrefillCache) -> dict[str, Any]:
-        return self._tokens.keys_and_values(cache.of_tokens)
-
-    def save(self, cache: _PrefillCache, rows: int) -> BufferedCache:
-        return self._tokens.save(cache.of_tokens, rows)
-
-    def restore(self, saved: BufferedCache, rows: int, length: int, expected: int = 0) -> _PrefillCache:
-        states = {name.removeprefix("past_"): array for name, array in _arrays(saved.buffers).items()}
-        return _PrefillCache(
-            self._tokens.restore(saved, rows, length, expected), self._prompts.restore(states, rows, length)
-        )
