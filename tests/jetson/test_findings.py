@@ -11,12 +11,7 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import preset_manifest, read_boards, read_presets
 from sinkprune.jetson.doctor import build_table
-from sinkprune.jetson.findings import (
-    Finding,
-    library_findings,
-    machine_findings,
-    model_findings,
-)
+from sinkprune.jetson.findings import Finding, library_findings, machine_findings, model_findings
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host import Library, Machine, PythonEnvironment, SystemFiles, read_machine
 from sinkprune.runtime.backends.known import KNOWN, on_cpu

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from sinkprune.runtime.backends.compatibility import BuiltEngines
     from sinkprune.runtime.frames import FrameGraph, FrameInputs
 
-TOKENS = "tokens"
-"""The name, for `wrap`, of an engine that runs all decoder segments and the head on a new token."""
 _LOADING_PLANS = "loading the budgets' graphs"
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
@@ -88,7 +86,7 @@ class LoadOptions:
     """A file with the public key of both signatures (`sinkprune-export --sign`)."""
     wrap: Wrap | None = None
     """Takes a graph's name, its engine and the backend when the engine is loaded, and returns what runs in its
-    place."""
+    place. `tokens` is the name of an engine of all decoder segments and the head, which only some backends have."""
     during: During = nullcontext
     """A context that is entered with the name of each slow part."""
 
@@ -284,7 +282,7 @@ def load_model(
     def load_token_decoder() -> TokenDecoder | None:
         if not manifest.decodes:
             return None
-        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(TOKENS, engine, backend))
+        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap("tokens", engine, backend))
         graphs = [*(f"decoder_{segment}" for segment in range(len(manifest.segments))), manifest.last_graph]
         return backend.load_token_decoder(map(model, graphs), manifest.cache, own)
 

@@ -39,13 +39,7 @@ from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPE
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
-from support.references.same_answers import (
-    asked,
-    assert_alike,
-    assert_equal,
-    assert_equal_at_both_ends,
-    options_of,
-)
+from support.references.same_answers import asked, assert_alike, assert_equal, assert_equal_at_both_ends, options_of
 from support.stand_ins.processor_features import computes_in_bf16, fastest_floats
 
 NAMES = [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES]
