@@ -84,12 +84,7 @@ raise SystemExit(main(arguments))
 
 
 @pytest.mark.parametrize(
-    ("package", "source"),
-    [
-        ("onnx", "llava-1.1b"),
-        ("transformers", "llava-1.1b"),
-        ("huggingface_hub", "some/model"),
-    ],
+    ("package", "source"), [("onnx", "llava-1.1b"), ("transformers", "llava-1.1b"), ("huggingface_hub", "some/model")]
 )
 def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tmp_path: Path) -> None:
     """Whenever it is first imported."""

@@ -86,7 +86,7 @@ class LoadOptions:
     """A file with the public key of both signatures (`sinkprune-export --sign`)."""
     wrap: Wrap | None = None
     """Takes a graph's name, its engine and the backend when the engine is loaded, and returns what runs in its
-    place. `tokens` is the name of an engine of all decoder segments and the head, which only some backends have."""
+    place. On ort-cpu+openvino-prefill, the engine `tokens` of all decoder segments and the head computes tokens."""
     during: During = nullcontext
     """A context that is entered with the name of each slow part."""
 
@@ -279,10 +279,8 @@ def load_model(
         own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
         return backend.load_decoder(model(graph), manifest.cache, own)
 
-    def load_token_decoder() -> TokenDecoder | None:
-        if not manifest.decodes:
-            return None
-        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap("tokens", engine, backend))
+    def load_token_decoder(name: str) -> TokenDecoder:
+        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(name, engine, backend))
         graphs = [*(f"decoder_{segment}" for segment in range(len(manifest.segments))), manifest.last_graph]
         return backend.load_token_decoder(map(model, graphs), manifest.cache, own)
 

@@ -187,8 +187,7 @@ def test_every_plan_of_a_method_compiles(
 
 
 @pytest.mark.parametrize(
-    ("dialect", "weights"),
-    slow_except({("opset20", "int4")}, product(DIALECTS, ("int8", "int4"))),
+    ("dialect", "weights"), slow_except({("opset20", "int4")}, product(DIALECTS, ("int8", "int4")))
 )
 def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -> None:
     options = {"precision": "fp16", "dialect": dialect, "weights": weights, "vision_weights": "int8"}

@@ -61,10 +61,7 @@ CLIP = {
     "crop_size": SQUARE,
     "do_pad": False,
 }
-NEXT = {
-    **CLIP,
-    "image_grid_pinpoints": [[SIDE * a, SIDE * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))],
-}
+NEXT = {**CLIP, "image_grid_pinpoints": [[SIDE * a, SIDE * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]}
 SIZES = [(64, 48), (48, 64), (131, 97), (SIDE, SIDE), (20, 11), (1, 1), (400, 7)]
 
 

@@ -170,8 +170,7 @@ def test_a_file_without_its_end_is_refused_and_not_used_as_far_as_it_goes(
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec", "flags"),
-    every(2, (kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] != "libx265")),
+    ("suffix", "codec", "flags"), every(2, (kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] != "libx265"))
 )
 def test_a_file_with_a_stretch_of_zeros_is_refused(
     suffix: str, codec: str, flags: dict[str, str], photo: Image.Image, tmp_path: Path

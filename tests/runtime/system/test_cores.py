@@ -17,8 +17,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("150000 100000", 2), ("1000 100000", 1), ("max 100000", 8), ("900000 100000", 8), ("", 8)],
+    ("quota", "cores"), [("150000 100000", 2), ("1000 100000", 1), ("max 100000", 8), ("900000 100000", 8), ("", 8)]
 )
 @pytest.mark.parametrize("folder", ["robots.slice/", "robots.slice/arm.service/"])
 def test_the_quota_of_every_group_limits(quota: str, cores: int, folder: str, tmp_path: Path) -> None:

@@ -62,11 +62,7 @@ CONVERSATIONS = [
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "Well?"},
     ],
-    [
-        {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "Hi."},
-        user("What is it?", ONE),
-    ],
+    [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}, user("What is it?", ONE)],
 ]
 CLIPS = [
     [user("What is it?", EVEN)],

@@ -134,13 +134,7 @@ def beside_kept(beside: Array, norms: Array, index: list[int], *, sink: bool, pe
 
 
 def text_attention(
-    query: Array,
-    key: Array,
-    visual: list[int],
-    text: list[int],
-    *,
-    visual_keys: bool = False,
-    causal: bool = True,
+    query: Array, key: Array, visual: list[int], text: list[int], *, visual_keys: bool = False, causal: bool = True
 ) -> Array:
     """p [V] of section 2 from query [H,S,h] and key [Hkv,S,h], the mean over heads."""
     if not visual:

@@ -314,11 +314,7 @@ def _noisy_tower(bundle: Bundle, size: float) -> Wrap:
 
 
 def check_engines(
-    built: BuiltEngines,
-    own: BuiltEngines,
-    backend: Backend,
-    recording: Recording,
-    progress: BuildProgress = SILENT,
+    built: BuiltEngines, own: BuiltEngines, backend: Backend, recording: Recording, progress: BuildProgress = SILENT
 ) -> GateReport:
     """Compare every engine of `built` on `backend` with `recording`, and then the answers or chunks of all engines.
 

@@ -33,10 +33,7 @@ ARCHIVE = "kernels.zip"
 INDEX = "index.json"
 """The member of the archive that lists all others: kernel, type of the tokens, sm, launch parameters, sums."""
 
-KERNELS = {
-    "TopRho": ("top_rho",),
-    "DiversitySelect": ("diversity_phase", "diversity_phase_unaligned"),
-}
+KERNELS = {"TopRho": ("top_rho",), "DiversitySelect": ("diversity_phase", "diversity_phase_unaligned")}
 """The names of the kernels of each plugin, by the plugin's name; `compile.py` compiles them."""
 
 

@@ -58,11 +58,7 @@ def build_paper(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 
 def build_after(
-    facts: PlanFacts,
-    budget: Budget,
-    cuts: Sequence[int],
-    score: Score | None = None,
-    centring: bool = False,
+    facts: PlanFacts, budget: Budget, cuts: Sequence[int], score: Score | None = None, centring: bool = False
 ) -> PlanGraphs:
     """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
     sanitizer = _sanitizer(facts, budget, score, centring) if budget.sanitizer else None

@@ -174,11 +174,7 @@ def build_selects(
 
 
 def build_select(
-    graph: Graph,
-    facts: PlanFacts,
-    choice: SelectionRule,
-    budget: Budget,
-    queries: ChooseQueries,
+    graph: Graph, facts: PlanFacts, choice: SelectionRule, budget: Budget, queries: ChooseQueries
 ) -> None:
     """Write a select that keeps, in order, the visual rows of `choice` and every other row.
 

@@ -121,6 +121,8 @@ class Backend(Clock, Protocol):
     prepares_frames: int = 0
     """The most frames that a call of a graph prepares; 0 where the host prepares them, as on processors, where Pillow
     is quicker (docs/pictures.md)."""
+    joins_segments: bool = False
+    """Whether new tokens run through one engine of all decoder segments and the head."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
 
@@ -152,13 +154,12 @@ class Backend(Clock, Protocol):
 
     def load_token_decoder(
         self, models: Iterable[Model], form: CacheForm, wrap: Callable[[Engine], Engine]
-    ) -> TokenDecoder | None:
-        """Load the decoder segments and the head, `models`, as one engine for new tokens.
+    ) -> TokenDecoder:
+        """Load the decoder segments and the head, `models`, as one engine for new tokens, where `joins_segments`.
 
-        Returns None where new tokens run through one segment after the other. Called before `load_decoder`, with the
-        same `form`; raises what `load` raises.
+        Called before `load_decoder`, with the same `form`; raises what `load` raises.
         """
-        return None
+        raise RuntimeError("load_token_decoder needs joins_segments")
 
     def load_small(self, name: str, graph: GraphWriter) -> Engine:
         """Load a graph of that name that the runtime writes itself, where `prepares_frames`; called in a `turn`."""

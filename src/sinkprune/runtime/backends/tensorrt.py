@@ -168,10 +168,7 @@ class TensorRTEngine:
         # Output shapes follow from input shapes.
         key = (profile.name, shapes, addresses, self._session.address)
         memory.captures.run(
-            self._graph,
-            key,
-            lambda: profile.enqueue(shapes, addresses),
-            lambda: profile.capture(shapes, addresses),
+            self._graph, key, lambda: profile.enqueue(shapes, addresses), lambda: profile.capture(shapes, addresses)
         )
         return dict(zip(self._outputs, outputs, strict=True))
 

@@ -17,15 +17,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import (
-    Colours,
-    FusedTower,
-    Manifest,
-    PixelSettings,
-    Scales,
-    Side,
-    SiglipTower,
-)
+from sinkprune.contract.manifest import Colours, FusedTower, Manifest, PixelSettings, Scales, Side, SiglipTower
 from sinkprune.contract.policy_facts import LeRobotResize, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, vit_flops

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from sinkprune.runtime.frames import FrameInputs
 
 Wrap = Callable[[str, Engine, Backend], Engine]
-"""Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
+"""Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place.
+
+Where `Backend.joins_segments`, the engine `tokens` computes new tokens, and the graphs `decoder_*` only prompts. Its
+inputs are those of all segments, with `decoder_0/` or so before all names but `hidden` and caches.
+"""
 
 
 class Chain:
@@ -41,12 +45,12 @@ class Chain:
         backend: Backend,
         load: Callable[[str], Engine],
         load_decoder: Callable[[str], Decoder],
-        load_token_decoder: Callable[[], TokenDecoder | None],
+        load_token_decoder: Callable[[str], TokenDecoder],
         progress: OnProgress = unreported,
     ) -> None:
         """Load the weight engines; `load` and `load_decoder` return the engine of a graph, by the graph's name.
 
-        `load_token_decoder` returns what `Backend.load_token_decoder` does.
+        `load_token_decoder` returns what `Backend.load_token_decoder` does, named for `Wrap`.
         """
         self.backend, self._load = backend, load
         self.model = model = manifest.language_model
@@ -62,7 +66,9 @@ class Chain:
         """The kinds of prefills that are complete."""
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
-        loaded, total = count(), 3 + len(self.segments) + len(manifest.policy_graphs)
+        joins = backend.joins_segments and manifest.decodes
+        loaded = count()
+        total = 2 + bool(manifest.projector) + joins + len(self.segments) + len(manifest.policy_graphs)
 
         def counted(graph: str) -> str:
             progress("loading the engines", next(loaded), total, "engines")
@@ -70,7 +76,7 @@ class Chain:
 
         self.vision = load(counted("vision"))
         self.projector = load(counted(manifest.projector)) if manifest.projector else None
-        self.token_decoder = load_token_decoder()
+        self.token_decoder = load_token_decoder(counted("tokens")) if joins else None
         """What computes a new token; None where `decoders` and `last` do."""
         # The last segment, the largest, loads first: a graph takes more memory while it loads than later.
         last_first = [load_decoder(counted(f"decoder_{segment}")) for segment in reversed(range(len(self.segments)))]

@@ -6,10 +6,12 @@ Tests of openvino-gpu need a GPU of Intel, or its stand-in.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -317,7 +319,7 @@ def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
 
 
 def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
+    loaded, shown = list[str](), list[tuple[int, int]]()
     compiled = OpenVinoBackend._compiled
     monkeypatch.setattr(
         OpenVinoBackend, "_compiled", lambda self, model: (loaded.append(model.graph), compiled(self, model))[1]
@@ -325,15 +327,27 @@ def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch:
     Pipeline.load(bundle("gqa-112"), backend=BOTH)
     assert loaded == ["vision"]
     loaded.clear()
-    pipeline = Pipeline.load(bundle("gqa-112"), backend=PREFILL)
-    decoders = [f"decoder_{segment}" for segment in reversed(range(len(pipeline.chain.segments)))]
-    assert loaded == ["vision", "projector", *decoders]
+
+    @contextmanager
+    def during(part: str) -> Iterator[Any]:
+        yield lambda part, done, total, unit: shown.append((done, total)) if unit == "engines" else None
+
+    pipeline = Pipeline.load(bundle("gqa-112"), backend=PREFILL, during=during)
+    segments = len(pipeline.chain.segments)
+    assert loaded == ["vision", "projector", *(f"decoder_{segment}" for segment in reversed(range(segments)))]
     assert "; tokens in the graphs' types" in pipeline.backend.compute
+    # With the head, and the engine of all segments and the head.
+    assert shown == [(done, segments + 4) for done in range(segments + 4)]
+    shown.clear()
+    Pipeline.load(bundle("qwen"), backend="ort-cpu", during=during)
+    assert shown[-1] == (len(shown) - 1, len(shown))
 
 
 def test_what_openvino_or_the_prefill_does_not_take_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
     for backend in ("openvino", PREFILL):
-        with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
+        with pytest.raises(
+            BackendError, match=rf"'{re.escape(backend)}' takes.* bundle again with --dialect opset24"
+        ):
             Pipeline.load(bundle("gqa-112", dialect="opset20"), backend=backend)
     root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
     assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime+openvino").code == 0

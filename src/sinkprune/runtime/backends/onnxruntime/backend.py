@@ -217,7 +217,7 @@ class _OrtEngine:
 
 
 class _InPlaceEngine:
-    """A decoder segment that writes new rows into the buffers of its caches.
+    """A decoder segment, or all with the head, that writes new rows into the buffers of its caches.
 
     The outputs with the caches' new content are bound to the buffers of the inputs; otherwise onnxruntime would copy
     all of them. Their binding stays while an answer's buffers do: to bind them again for each token, and to read as
@@ -291,13 +291,7 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
 B = TypeVar("B", bound=OrtBackend)
 
 
-def opened(
-    kind: type[B],
-    name: str,
-    threads: int | None,
-    compute: Compute,
-    built: BuiltEngines | None,
-) -> B:
+def opened(kind: type[B], name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> B:
     """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
         built.check_processor(provider_name(kind.provider))

@@ -26,13 +26,7 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
-from sinkprune.runtime.backends.onnxruntime.library import (
-    DTYPES,
-    Provider,
-    failed,
-    session_options,
-    words,
-)
+from sinkprune.runtime.backends.onnxruntime.library import DTYPES, Provider, failed, session_options, words
 from sinkprune.runtime.backends.onnxruntime.sizes_on_device import with_sizes_on_device
 from sinkprune.runtime.backends.small_graphs import WRITERS, GraphWriter
 from sinkprune.runtime.device.captures import Capture, Captures

@@ -191,6 +191,15 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
     return backend
 
 
+def check_form(backend: str, model: Model, form: CacheForm) -> None:
+    """Raise `BackendError` unless the decoder segment writes into its caches, which become OpenVINO's states."""
+    if form != "in-place":
+        raise BackendError(
+            f"backend '{backend}' takes decoder segments that write into caches, and '{model.file.path}' gives rows "
+            "that another must write. Export the bundle again with --dialect opset24."
+        )
+
+
 class OpenVinoBackend(Backend):
     """OpenVINO on one of `DEVICES`. Calls of engines return when they are done."""
 
@@ -212,11 +221,7 @@ class OpenVinoBackend(Backend):
         return self._compiled(model)()
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        if form != "in-place":
-            raise BackendError(
-                f"backend '{self.name}' takes decoder segments that write into caches, and '{model.file.path}' gives "
-                "rows that another must write. Export the bundle again with --dialect opset24."
-            )
+        check_form(self.name, model, form)
         return _OpenVinoDecoder(self._compiled(model), wrap)
 
     def write(self, model: Model, file: Path) -> None:

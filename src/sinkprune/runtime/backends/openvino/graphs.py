@@ -218,7 +218,8 @@ def reader_of(openvino: Any) -> GraphReader:
     """Return the one reader of this process, and with it OpenVINO's one `Core`.
 
     When a CPU plugin is freed after an older one, it restores that one's stack for signals, which is gone. The next
-    Ctrl-C would end the process (openvino 2026.4). So no other `Core` is opened, and this one is never freed.
+    Ctrl-C would end the process (openvino 2026.4). So this one is never freed, nor is another that a thread opens at
+    the same moment: a `Core` and its extensions hold each other.
     """
     return GraphReader(openvino)
 

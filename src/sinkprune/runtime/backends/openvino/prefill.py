@@ -19,7 +19,7 @@ from sinkprune.runtime.backends.known import TOWER_IN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedCache, SegmentCaches, cache_names
 from sinkprune.runtime.backends.models import Model, message_class
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO, OrtWithOpenVinoBackend, arrays_of
+from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO, OrtWithOpenVinoBackend, arrays_of, check_form
 from sinkprune.runtime.backends.openvino.graphs import inlined
 
 
@@ -38,7 +38,7 @@ class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
 
     of_openvino = (*OF_OPENVINO, "projector")
     gives_rows = True
-    compiles_lengths = True
+    compiles_lengths = joins_segments = True
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         super().__init__(name, threads, compute)
@@ -47,16 +47,16 @@ class OpenVinoPrefillBackend(OrtWithOpenVinoBackend):
 
     def load_token_decoder(
         self, models: Iterable[Model], form: CacheForm, wrap: Callable[[Engine], Engine]
-    ) -> TokenDecoder | None:
-        if form != "in-place":
-            # What `load_decoder` rejects.
-            return None
+    ) -> TokenDecoder:
         parts = tuple(models)
+        check_form(self.name, parts[0], form)
         whole = JoinedModel.of("tokens", parts)
         caches = [SegmentCaches(self._caches, part.spec, form) for part in parts[:-1]]
-        return _AllSegments(wrap(self._in_place(whole)), whole.inputs_of, caches)
+        return _AllSegments(wrap(self._in_place(whole)), whole.inputs_of[:-1], caches)
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        check_form(self.name, model, form)
+
         def wrapped(engine: Engine) -> Engine:
             # `wrap` may look at tensors, which are those of this backend.
             own = wrap(self._on_ort_values(engine))
@@ -125,7 +125,7 @@ class _AllSegments(TokenDecoder):
 
     def __call__(self, inputs: Sequence[Mapping[str, Any]], caches: Sequence[_PrefillCache]) -> Any:
         given = dict[str, Any]()
-        for names, own, segment, cache in zip(self._inputs_of, inputs, self._caches, caches, strict=False):
+        for names, own, segment, cache in zip(self._inputs_of, inputs, self._caches, caches, strict=True):
             cache.of_prompt = None
             of_segment = {**own, **segment.inputs(cache.of_tokens, 1)}
             given |= {names[name]: tensor for name, tensor in of_segment.items()}
@@ -137,7 +137,7 @@ class _AllSegments(TokenDecoder):
 
 @dataclass(frozen=True)
 class JoinedModel(Model):
-    """Graphs of a bundle, each of which takes the `hidden_out` of the one before as its `hidden`.
+    """Graphs of one bundle and dialect, each of which takes the `hidden_out` of the one before as its `hidden`.
 
     Caches and the last graph's outputs keep their names. All other names begin with that of their graph.
     """
