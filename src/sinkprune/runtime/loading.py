@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -271,18 +272,18 @@ def load_model(
     def model(graph: str) -> Model:
         return built.model(graph) if built else Model.of_bundle(bundle, graph)
 
+    def wrapped(name: str, engine: Engine) -> Engine:
+        return engine if wrap is None else wrap(name, engine, backend)
+
     def load(graph: str) -> Engine:
-        engine = backend.load(model(graph))
-        return engine if wrap is None else wrap(graph, engine, backend)
+        return wrapped(graph, backend.load(model(graph)))
 
     def load_decoder(graph: str) -> Decoder:
-        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
-        return backend.load_decoder(model(graph), manifest.cache, own)
+        return backend.load_decoder(model(graph), manifest.cache, partial(wrapped, graph))
 
     def load_token_decoder(name: str) -> TokenDecoder:
-        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(name, engine, backend))
         graphs = [*(f"decoder_{segment}" for segment in range(len(manifest.segments))), manifest.last_graph]
-        return backend.load_token_decoder(map(model, graphs), manifest.cache, own)
+        return backend.load_token_decoder(map(model, graphs), manifest.cache, partial(wrapped, name))
 
     family, frames = load_family(manifest, fit), None
     if backend.prepares_frames and (form := family.frame_form()) is not None:

@@ -344,11 +344,16 @@ def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch:
 
 
 def test_what_openvino_or_the_prefill_does_not_take_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    loaded = list[str]()
+
+    def noted(graph: str, engine: Any, backend: Any) -> Any:
+        loaded.append(graph)
+        return engine
+
     for backend in ("openvino", PREFILL):
-        with pytest.raises(
-            BackendError, match=rf"'{re.escape(backend)}' takes.* bundle again with --dialect opset24"
-        ):
-            Pipeline.load(bundle("gqa-112", dialect="opset20"), backend=backend)
+        with pytest.raises(BackendError, match=rf"'{re.escape(backend)}' takes.* again with --dialect opset24"):
+            Pipeline.load(bundle("gqa-112", dialect="opset20"), backend=backend, wrap=noted)
+    assert loaded == 2 * ["vision", "projector"]
     root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
     assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime+openvino").code == 0
     with pytest.raises(EnginesError, match=r"hold one form of each decoder segment.* --backend ort-cpu\+openvino\.$"):

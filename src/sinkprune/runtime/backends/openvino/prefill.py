@@ -159,10 +159,6 @@ class JoinedModel(Model):
         weight_bytes = sum(part.weight_bytes for part in parts)
         return cls(name, spec, first.name, first.folder, weight_bytes, parts=tuple(parts))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.names))
-
     @cached_property
     def inputs_of(self) -> list[dict[str, str]]:
         """The inputs of each part, by their own names: their names here."""
