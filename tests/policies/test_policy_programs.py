@@ -155,7 +155,7 @@ def test_commands_act_and_profile(source: Checkpoints, photo_file: Path) -> None
     assert set(json.loads(done.stdout)["budgets"]) == {"none", *BUDGETS}
 
 
-def test_an_action_that_ends_early_is_an_error(source: Checkpoints, photo: Image.Image) -> None:
+def test_actions_that_end_early_or_are_not_finite_are_errors(source: Checkpoints, photo: Image.Image) -> None:
     """The original decodes tokens of the prompt as numbers then."""
     policy, calls = Policy.load(source("openvla")), list[int]()
     head = policy._model.chain.last
@@ -165,11 +165,14 @@ def test_an_action_that_ends_early_is_an_error(source: Checkpoints, photo: Image
         calls.append(int(logits.argmax()))
         if len(calls) == 3:
             logits[0, 2] = logits.max() + 1
+        if len(calls) == 4:
+            logits[0, 5] = np.nan
         return {"logits": policy.backend.tensor(logits)}
 
     policy._model.chain.last = ends
-    with pytest.raises(NumericsError, match="ended its answer after 2 of 7 tokens"):
-        policy.act([photo], INSTRUCTION)
+    for said in ("ended its answer after 2 of 7 tokens", "logits are not finite"):
+        with pytest.raises(NumericsError, match=said):
+            policy.act([photo], INSTRUCTION)
 
 
 def test_flops_are_of_the_rows_that_ran(oft: Policy, frames: list[Image.Image]) -> None:

@@ -18,7 +18,7 @@ from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
-from sinkprune.runtime.backends.small_graphs import GraphWriter, graphs_of
+from sinkprune.runtime.backends.small_graphs import LINE, GraphWriter, graphs_of
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.frames import FrameForm
 
@@ -133,12 +133,18 @@ class SmallGraphs(NamedTuple):
         family = load_family(manifest)
         form, largest = family.frame_form(), [*family.largest().values()]
         usual, most = largest[0].tokens, max(layout.all_tokens for layout in largest)
+        decoder, parts = manifest.language_model, max(layout.groups for layout in largest)
+        rows = max(most, decoder.max_positions)
         width = max(int(output.shape[-1]) for output in manifest.graphs[TOWER].outputs if len(output.shape) > 2)
         sizes = {
             "E": (1, usual * width, most * width),
-            "P": (1, usual, most),
-            "G": (1, 1, max(layout.groups for layout in largest)),
-            "n": (1, max(1, usual // 4), most),
+            "G": (1, 1, parts),
+            "D": (decoder.head_dim // 2, decoder.hidden_size, max(decoder.hidden_size, manifest.deepstack_width)),
+            **dict.fromkeys("PVTn", (1, usual, rows)),
+            # TensorRT scatters no more rows than there are.
+            "S": (2, 2 * usual, 2 * rows),
+            "p": (2, 2, max(2, parts)),
+            "l": (1, 1 + usual // LINE, 1 + most // LINE),
         }
         frames = cls(form.graphs, form.sizes) if form else cls({}, {})
         return cls({**frames.graphs, **graphs_of(manifest)}, {**frames.sizes, **sizes})

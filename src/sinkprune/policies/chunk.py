@@ -38,7 +38,7 @@ from sinkprune.runtime.steps.chain import Chain, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import PromptRun, decode_one_token
 from sinkprune.runtime.steps.pictures import layout_of, pixels_of
 from sinkprune.runtime.steps.too_long import build_again
-from sinkprune.runtime.text.answer_tokens import check_finite
+from sinkprune.runtime.text.answer_tokens import not_finite
 from sinkprune.runtime.text.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -174,9 +174,10 @@ def greedy_tokens(model: LoadedModel, run: PromptRun) -> Iterator[int]:
     chain = model.chain
     logits = chain.last({"hidden": run.prefilled.hidden})["logits"]
     while True:
-        values = chain.backend.numpy(logits)[0]
-        check_finite(values)
-        yield (token := int(np.argmax(values)))
+        token, finite = chain.backend.best(logits)
+        if not finite:
+            raise not_finite()
+        yield token
         logits = decode_one_token(chain, run.prefilled.cache, model.embedding([token])[0])
 
 

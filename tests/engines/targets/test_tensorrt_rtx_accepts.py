@@ -38,12 +38,16 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.small_graphs import (
-    AT_TOKENS,
+    AT_ROWS,
     BEST,
+    IN_PARTS,
     NOT_FINITE,
-    at_tokens_graph,
+    PLACES_OF,
+    at_rows_graph,
     best_graph,
+    in_parts_graph,
     not_finite_graph,
+    places_of_graph,
 )
 from sinkprune.runtime.frames import FrameForm, bilinear_form, patch_form, square_form
 
@@ -124,9 +128,22 @@ TABLE = np.zeros(768, np.float16)
 GRAPHS = {
     BEST: best_graph("float16", 32064),
     NOT_FINITE: not_finite_graph("float16"),
-    AT_TOKENS: at_tokens_graph("float16", 64),
+    AT_ROWS: at_rows_graph("float16"),
+    PLACES_OF: places_of_graph(576),
+    IN_PARTS: in_parts_graph(),
 }
-OTHERS = SmallGraphs(GRAPHS, {"E": (1, 1 << 20, 1 << 26), "P": (1, 729, 16384), "G": (1, 1, 8), "n": (1, 64, 16384)})
+OTHERS = SmallGraphs(
+    GRAPHS,
+    {
+        "E": (1, 1 << 20, 1 << 26),
+        "G": (1, 1, 8),
+        "D": (64, 4096, 6144),
+        "p": (2, 2, 384),
+        **dict.fromkeys("PSVTtn", (1, 729, 16384)),
+        "f": (1, 64, 128),
+        "l": (1, 4, 129),
+    },
+)
 
 
 @pytest.mark.parametrize(

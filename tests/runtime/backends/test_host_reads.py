@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Session
+from sinkprune import Clip, Pipeline, Session
 from sinkprune.contract.errors import NumericsError
 from sinkprune.serving import sessions
 from support.references.same_answers import assert_equal
@@ -18,8 +18,16 @@ from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_ort_cuda import CudaRig
 from support.stand_ins.fake_tensorrt import rig_of
 
-FAMILIES = {"gqa-112": "retain-64", "next": "retain-160", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
+FAMILIES = {
+    "gqa-112": "retain-64",
+    "next": "retain-160",
+    "qwen": "prune-77.8",
+    "qwen3-vl": "prune-77.8",
+    "internvl": "prune-77.8",
+}
 """A small model of each family, and a budget."""
+CLIPS = ("qwen", "qwen3-vl", "internvl")
+"""Those that take clips: in one piece, with times between frames, with texts before frames."""
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def model(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str, str], t
     """Return a function of a backend and a model: the pipeline, its device, and the same on a CPU."""
 
     def make(backend: str, name: str) -> tuple[Pipeline, FakeDevice, Pipeline]:
-        root = bundle(name, budgets=(FAMILIES[name],))
+        root = bundle(name, budgets=(FAMILIES[name],), **({"max_frames": 8} if name in CLIPS else {}))
         theirs = Pipeline.load(root, threads=1)
         if backend == "ort-cuda":
             rig = CudaRig(root)
@@ -39,23 +47,35 @@ def model(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str, str], t
 
 
 @pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "clip"), [*((name, False) for name in FAMILIES), *((name, True) for name in CLIPS)])
 def test_the_host_reads_the_first_logits_then_two_numbers_for_each_token(
-    name: str, backend: str, model: Callable[..., Any], photo: Image.Image
+    name: str, clip: bool, backend: str, model: Callable[..., Any], photo: Image.Image
 ) -> None:
     ours, device, theirs = model(backend, name)
+    turned = [photo.rotate(40 * turn).resize((170, 140)) for turn in range(5)]
     for budget in ("none", FAMILIES[name]):
         # Run, captured, replayed.
         for turn in range(3):
-            assert_equal(ours, theirs, photo.rotate(turn), budget=budget)
+            seen = Clip(turned[turn : turn + 3], fps=2) if clip else turned[turn]
+            assert_equal(ours, theirs, seen, budget=budget)
         device.reads.clear()
         device.calls.clear()
-        answer = ours.generate(photo, "What is this?", budget=budget, max_new_tokens=3)
+        answer = ours.generate(seen, "What is this?", budget=budget, max_new_tokens=3)
         assert answer.finish == "length"
         # Nor does the host wait before.
         assert "synchronize" not in device.calls[: device.calls.index("copy_out")]
         assert device.reads[0] == (1, ours.bundle.manifest.language_model.vocab_size)
         assert device.reads[-2:] == [(1, 2)] * 2 and device.reads.count((1, 2)) == 2
+
+
+@pytest.mark.parametrize(("name", "reads"), [("pi0", [(1, 5, 4)]), ("openvla", [(1, 2)] * 7)])
+def test_of_a_policy_the_host_reads_actions_or_their_tokens(
+    name: str, reads: list[tuple[int, ...]], bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    rig = CudaRig(bundle(name, budgets=("prune-77.8",)))
+    policy = rig.policy()
+    policy.act([photo], "pick up the cup", np.zeros(len(policy.facts.usual_state)), budget="prune-77.8")
+    assert rig.device.reads[: len(reads)] == reads
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "qwen"])

@@ -28,6 +28,7 @@ from support.references.masking import masked_forward
 from support.references.pruned_prompts import prompt_rows
 from support.references.reference import one_stage, sanitize
 from support.references.steps import watched
+from support.stand_ins.fake_ort_cuda import CudaRig
 
 Models, Folders = Callable[[str], Any], Callable[[str], Path]
 Pipelines, Bundles = Callable[..., Pipeline], Callable[..., Path]
@@ -161,6 +162,11 @@ def test_each_camera_has_its_own_places(policy: Policy, photo: Image.Image) -> N
     left = 144 - sum(merges_of(policy.bundle.manifest.tower(SiglipTower)).values())
     for kept in report.images:
         assert set(kept.index[0]) <= set(kept.merged[0]) and len(set(kept.merged[0])) == left == 72
+    # Positions are those of places, which no host looks up.
+    rig = CudaRig(policy.bundle)
+    ours = acted(rig.policy(), cameras, "prune-80+tower")
+    assert rig.device.reads[0] == (1, *report.actions.shape)
+    np.testing.assert_allclose(ours.actions, report.actions, atol=1e-4)
     with pytest.raises((BudgetError, UsageError), match="tower"):
         state = [*policy.facts.usual_state]
         policy.warm_up(cameras, "pick the red star", state, budget="prune-80+tower", seconds=0)

@@ -198,12 +198,12 @@ class Backend(Clock, Protocol):
         """Return [1] fp32: how many values of `tensor` are not finite."""
         return self.tensor(np.array([np.count_nonzero(~np.isfinite(self.numpy(tensor)))], np.float32))
 
-    def at_tokens(self, cos: Tensor, sin: Tensor, kept: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [G,n,w]: the rows of each table [P,w] at the tokens `kept` [G,n] + `first` [G,1], both int64.
+    def small(self, name: str, *kind: Any) -> Engine:
+        """Return the engine of a graph of `small_graphs`, for tensors of this kind, as its writer takes it.
 
-        Only where `enqueues`: elsewhere the host has read what is kept.
+        Only where `enqueues`: elsewhere the host has read what it needs.
         """
-        raise RuntimeError("at_tokens needs enqueues")
+        raise RuntimeError("small needs enqueues")
 
     def join(self, parts: Sequence[Tensor], order: Array, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return [1,S,d], or that in `shape`: rows of `parts` [...,d], numbered through all, in `order` [S] int64."""

@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.report import CaptureReport
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.kv_cache import CacheMemory, row_runs
-from sinkprune.runtime.backends.small_graphs import AT_TOKENS, BEST, NOT_FINITE
+from sinkprune.runtime.backends.small_graphs import BEST, NOT_FINITE
 from sinkprune.runtime.device.captures import Captures
 from sinkprune.runtime.device.cuda import Address, Block, Device, MemoryPool
 from sinkprune.runtime.device.dlpack import DevicePixels, read_pixels
@@ -129,7 +129,6 @@ class DeviceMemory(CacheMemory):
                 self.gpu.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def small(self, name: str, *kind: Any) -> Engine:
-        """Return the engine of a graph of `small_graphs`, for tensors of this kind, as its writer takes it."""
         raise NotImplementedError
 
     def best(self, logits: DeviceTensor) -> tuple[int, bool]:
@@ -142,13 +141,6 @@ class DeviceMemory(CacheMemory):
         values = DeviceTensor(tensor.block, (prod(tensor.shape),), tensor.dtype)
         counted: DeviceTensor = self.small(NOT_FINITE, tensor.dtype.name)({"values": values})["count"]
         return counted
-
-    def at_tokens(
-        self, cos: DeviceTensor, sin: DeviceTensor, kept: DeviceTensor, first: DeviceTensor
-    ) -> tuple[DeviceTensor, DeviceTensor]:
-        engine = self.small(AT_TOKENS, cos.dtype.name, cos.shape[1])
-        rows = engine({"cos": cos, "sin": sin, "kept": kept, "first": first})
-        return rows["cos_out"], rows["sin_out"]
 
     def mark(self) -> Any:
         # While another thread captures a graph, the event would be captured too, and a wait would end the capture.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import MERGING_TOWER
 from sinkprune.contract.manifest import Dtype, GraphSpec, Manifest, TensorSpec
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.backends.models import message_class
@@ -99,8 +100,10 @@ def _tensor(name: str, array: Array) -> Any:
     return message_class("Tensor")(name=name, data_type=kind, dims=array.shape, raw_data=array.tobytes())
 
 
-BEST, NOT_FINITE, AT_TOKENS = "best", "not-finite", "at-tokens"
+BEST, NOT_FINITE, AT_ROWS, PLACES_OF, IN_PARTS = "best", "not-finite", "at-rows", "places-of", "in-parts"
 """The names of the graphs, and of their engines."""
+LINE = 128
+"""The rows that `in_parts_graph` counts together."""
 
 
 def best_graph(dtype: Dtype, vocabulary: int) -> GraphWriter:
@@ -129,22 +132,98 @@ def not_finite_graph(dtype: Dtype) -> GraphWriter:
     return graph
 
 
-def at_tokens_graph(dtype: Dtype, width: int) -> GraphWriter:
-    """Return a graph: the rows of two tables [P,width] at the tokens kept [G,n] + first [G,1], each [G,n,width]."""
+def at_rows_graph(dtype: Dtype) -> GraphWriter:
+    """Return a graph: rows_out [G,n,D], those of `rows` [1,P,D] whose numbers are `index` [G,n] + `first` [G,1]."""
     graph = GraphWriter()
-    tables = [graph.input(name, dtype, ("P", width)) for name in ("cos", "sin")]
-    kept, first = graph.input("kept", "int64", ("G", "n")), graph.input("first", "int64", ("G", 1))
-    tokens = graph.op("Add", kept, first)
-    for table in tables:
-        graph.op("Gather", table, tokens, into=f"{table}_out", axis=0)
-        graph.output(f"{table}_out", dtype, ("G", "n", width))
+    rows = graph.op("Squeeze", graph.input("rows", dtype, (1, "P", "D")), graph.constant(np.array([0])))
+    numbers = graph.op("Add", graph.input("index", "int64", ("G", "n")), graph.input("first", "int64", ("G", 1)))
+    graph.op("Gather", rows, numbers, into="rows_out", axis=0)
+    graph.output("rows_out", dtype, ("G", "n", "D"))
     return graph
+
+
+def places_of_graph(places: int) -> GraphWriter:
+    """Return a graph: places [G,n] int64 of the tokens `kept` [G,n], from `merged` [G,places] of a tower's grid.
+
+    A token's place is the one of its number among those that `merged` gives for themselves.
+    """
+    graph, place = GraphWriter(), np.arange(places)
+    merged, kept = graph.input("merged", "int64", ("G", places)), graph.input("kept", "int64", ("G", "n"))
+    stays = _as_floats(graph, graph.op("Equal", merged, graph.constant(place)))
+    # [G,places,1]: how many tokens stand up to each place.
+    counted = graph.constant((place <= place[:, None]).astype(np.float32))
+    tokens = graph.op("MatMul", counted, graph.op("Unsqueeze", stays, graph.constant(np.array([2]))))
+    number = graph.op("Unsqueeze", graph.op("Cast", kept, to=ELEMENT_TYPES["float32"]), graph.constant(np.array([1])))
+    earlier = _as_floats(graph, graph.op("Not", graph.op("Greater", tokens, number)))
+    _whole(graph, graph.op("ReduceSum", earlier, graph.constant(np.array([1])), keepdims=0), into="places")
+    graph.output("places", "int64", ("G", "n"))
+    return graph
+
+
+def in_parts_graph() -> GraphWriter:
+    """Return a graph: where rows come from in a prompt, and its visual rows, with those of a picture in its parts.
+
+    The inputs are those of `sinkprune.runtime.steps.rows_on_device`. Rows are counted line by line: `CumSum` is a
+    loop in TensorRT 10.3, and a table of all pairs would take a gigabyte for a long clip. Counts are exact in fp32
+    and TF32: factors of products are 0, 1 or at most `LINE`.
+    """
+    graph = GraphWriter()
+    flat, first_axis = graph.constant(np.array([-1])), graph.constant(np.array([0]))
+    no_part = graph.constant(np.array([[np.iinfo(np.int32).max]], np.int64))
+    kept = graph.op("Reshape", graph.op("Concat", graph.input("kept", "int64", (1, "n")), no_part, axis=1), flat)
+    kept = graph.op("Gather", kept, graph.input("lines", "int64", ("l", LINE)), axis=0)
+    # [p,l,LINE]: whether the token of a row is in an earlier part, or in this one.
+    earlier, ended = (
+        _as_floats(graph, graph.op("Less", kept, graph.input(name, "int64", ("p", 1, 1))))
+        for name in ("first", "end")
+    )
+    inside = graph.op("Sub", ended, earlier)
+    before = graph.op("ReduceSum", earlier, graph.constant(np.array([1, 2])))
+    of_lines = graph.op("ReduceSum", inside, graph.constant(np.array([2])), keepdims=0)
+    in_lines = graph.op("MatMul", of_lines, graph.input("earlier_lines", "float32", ("l", "l")))
+    in_lines = graph.op("Unsqueeze", in_lines, graph.constant(np.array([2])))
+    upto = graph.op("MatMul", inside, graph.constant(np.triu(np.ones((LINE, LINE), np.float32))))
+    upto = graph.op("Add", graph.op("Add", upto, in_lines), before)
+    number = graph.input("number", "int64", ("n",))
+
+    def of_rows(values: str) -> str:
+        own = graph.op("ReduceSum", graph.op("Mul", inside, values), first_axis, keepdims=0)
+        return graph.op("Gather", _whole(graph, graph.op("Reshape", own, flat)), number, axis=0)
+
+    place = graph.op("Sub", of_rows(upto), graph.constant(np.array([1])))
+    row = graph.op("Add", place, of_rows(graph.input("texts_before", "float32", ("p", 1, 1))))
+    before = _whole(graph, graph.op("Reshape", before, flat))
+    text, part = (graph.input(name, "int64", (1, "T")) for name in ("text_number", "text_part"))
+    text_row = graph.op("Add", text, graph.op("Gather", before, part, axis=0))
+    start, count = (graph.input(name, "int64", (1,)) for name in ("first_row", "count"))
+    moved, laid_out = (
+        graph.op("Add", graph.op("Concat", graph.op("Unsqueeze", own, first_axis), others, axis=1), start)
+        for own, others in ((row, text_row), (number, graph.op("Add", text, count)))
+    )
+    order = graph.input("order", "int64", (1, "S"))
+    graph.op("ScatterElements", order, moved, laid_out, into="order_out", axis=1)
+    graph.output("order_out", "int64", (1, "S"))
+    visual = graph.input("visual", "int64", ("V",))
+    place = graph.op("Add", place, graph.input("first_visual", "int64", (1,)))
+    graph.op("ScatterElements", visual, place, graph.op("Add", row, start), into="visual_out", axis=0)
+    graph.output("visual_out", "int64", ("V",))
+    return graph
+
+
+def _as_floats(graph: GraphWriter, values: str) -> str:
+    return graph.op("Cast", values, to=ELEMENT_TYPES["float32"])
+
+
+def _whole(graph: GraphWriter, values: str, into: str = "") -> str:
+    return graph.op("Cast", values, to=ELEMENT_TYPES["int64"], into=into)
 
 
 WRITERS: Mapping[str, Callable[..., GraphWriter]] = {
     BEST: best_graph,
     NOT_FINITE: not_finite_graph,
-    AT_TOKENS: at_tokens_graph,
+    AT_ROWS: at_rows_graph,
+    PLACES_OF: places_of_graph,
+    IN_PARTS: in_parts_graph,
 }
 """The writers of the graphs, by name."""
 
@@ -164,10 +243,15 @@ def graphs_of(manifest: Manifest) -> dict[str, GraphWriter]:
     """Return the graphs that a bundle needs, by their names."""
     lm, precision = manifest.language_model, DTYPES[manifest.precision].name
     kinds: dict[str, tuple[Any, ...]] = {}
-    if manifest.policy is None:
+    if manifest.decodes:
         kinds[BEST] = (precision, lm.vocab_size)
     if manifest.projector is None:
         kinds[NOT_FINITE] = (precision,)
     if lm.rope_sections:
-        kinds[AT_TOKENS] = (precision, lm.head_dim // 2)
+        kinds[AT_ROWS] = (precision,)
+        if MERGING_TOWER in manifest.graphs:
+            merged = next(own for own in manifest.graphs[MERGING_TOWER].outputs if own.name == "merged")
+            kinds[PLACES_OF] = (merged.shape[1],)
+        if manifest.tokens.video is not None:
+            kinds[IN_PARTS] = ()
     return {name: WRITERS[name](*kind) for name, kind in kinds.items()}

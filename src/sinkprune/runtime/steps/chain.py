@@ -152,6 +152,11 @@ class Later:
         """The tensor on the device, if the host has not read it."""
         return self._tensor
 
+    @property
+    def on_device(self) -> Tensor:
+        """The tensor on the device; called in the backend's `turn`."""
+        return self._backend.tensor(self.array) if self._tensor is None else self._tensor
+
 
 class Scores(NamedTuple):
     """Norms and salience of the tower's tokens, for the host."""
@@ -208,10 +213,17 @@ class EncodedPicture:
             return index
         return np.stack([np.unique(places)[own] for places, own in zip(self.merged, index, strict=True)])
 
-    @property
-    def unread(self) -> Tensor | None:
-        """`kept_index` on the device, if the host has not read it."""
-        return self.kept.unread if isinstance(self.kept, Later) and self.scores.merged is None else None
+    def unread(self, backend: Backend) -> Tensor | None:
+        """Return `kept_index` on the device, if the host has not read it; called in the backend's `turn`."""
+        kept, merged = self.kept, self.scores.merged
+        if all(one.unread is None for one in (kept, merged) if isinstance(one, Later)):
+            return None
+        index = kept.on_device if isinstance(kept, Later) else backend.tensor(kept)
+        if merged is None:
+            return index
+        from sinkprune.runtime.steps.rows_on_device import places_of
+
+        return places_of(backend, merged.on_device, index)
 
     @property
     def norms(self) -> Array:
@@ -243,11 +255,16 @@ class EncodedPicture:
         return index, norms, salience, None if self.merged is None else _read_only(self.merged)
 
     @property
-    def source_tokens(self) -> Array:
-        """[G'*n0] int64: the token of each row, numbered through all groups."""
+    def first_tokens(self) -> Array:
+        """[G',1] int64: the first token of each group, numbered through all."""
         groups = self.kept.shape[0]
         tokens = prod((self.scores.merged or self.scores.norms).shape) // groups
-        return (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
+        return tokens * np.arange(groups)[:, None]
+
+    @property
+    def source_tokens(self) -> Array:
+        """[G'*n0] int64: the token of each row, numbered through all groups."""
+        return (self.kept_index + self.first_tokens).ravel()
 
 
 def _read_only(array: Array) -> Array:

@@ -90,9 +90,9 @@ def prefill(
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
-    if len(rows.visual) != schedule.rows:
-        raise other_rows("the step before the LLM", len(rows.visual), schedule.rows)
-    text = rows.length - len(rows.visual)
+    if len(rows.picture) != schedule.rows:
+        raise other_rows("the step before the LLM", len(rows.picture), schedule.rows)
+    text = rows.length - len(rows.picture)
     with clock.measure("prefill"):
         selects, cache = _Selects(chain, schedule, rows, norms, clock), KVCache([], [])
         keep_index, scored = dict[int, Tensor](), dict[int, Mapping[str, Tensor]]()
@@ -125,7 +125,7 @@ def prefill(
                 given, start = selects.left, 0
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
-    chain.note_prefill(plan, text, len(rows.visual))
+    chain.note_prefill(plan, text, len(rows.picture))
     return Prefill(given["hidden"], cache, schedule, keep_index, scored, visual)
 
 
@@ -144,9 +144,9 @@ class _Selects:
         self._chain, self._clock, self._picture = chain, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
         querying = rows.actions if plan and plan.queries == "actions" else rows.text
-        indices = {"visual_index": rows.visual.astype(np.int64), "text_index": querying.astype(np.int64)}
-        self._state = {"hidden": rows.hidden, **rows.rotary_tables(chain.backend, chain.rotary)}
-        self._state |= {name: chain.backend.tensor(own) for name, own in indices.items()}
+        backend = chain.backend
+        self._state = {"hidden": rows.hidden, **rows.rotary_tables(backend, chain.rotary)}
+        self._state |= {"visual_index": rows.visual_index(backend), "text_index": backend.tensor(querying)}
 
     @property
     def left(self) -> dict[str, Tensor]:
@@ -262,7 +262,7 @@ def surviving_rows(backend: Backend, rows: PromptRows, result: Prefill) -> dict[
 
     Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
     """
-    left, text, survivors = np.arange(rows.length), rows.length - len(rows.visual), dict[int, Array]()
+    left, text, survivors = np.arange(rows.length), rows.length - len(rows.picture), dict[int, Array]()
     for layer, keep in result.keep_index.items():
         left, expected = left[backend.numpy(keep)], sum(result.schedule.kept[layer])
         if len(left) - text != expected:

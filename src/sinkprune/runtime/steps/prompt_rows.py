@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
 from math import prod
-from typing import Annotated, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.families import Positions, Rotary
 from sinkprune.runtime.steps.chain import EncodedPicture
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.steps.rows_on_device import RowsOnDevice
 
 _DTYPES: dict[PrecisionName, str] = {"fp32": "F32", "fp16": "F16"}
 _HEADER_BYTES = 1 << 20
@@ -115,15 +118,13 @@ class Embedding:
         )
 
 
-class PlacedRows(NamedTuple):
-    """Rows of a picture whose positions are those of kept tokens that only the device knows."""
+class VisualRows(NamedTuple):
+    """Where a prompt's V visual rows stand, and where they come from."""
 
-    rows: Array
-    """[V] int64: their numbers in the prompt."""
-    positions: Array
-    """[A,G*N] int64: the position of each token of the picture."""
-    kept: Tensor
-    """[G',n0] int64 on the device: as `EncodedPicture.kept_index`."""
+    visual: Array
+    """[V] int64: the rows that are visual tokens, ascending."""
+    source: Array
+    """[V] int64: the place of each visual row among its picture's rows."""
 
 
 @dataclass(frozen=True)
@@ -132,19 +133,18 @@ class PromptRows:
 
     hidden: Tensor
     """[1,S,d] float on the device: the embeddings of all rows."""
-    visual: Array
-    """[V] int64: the rows that are visual tokens, ascending."""
+    on_host: Callable[[], VisualRows]
+    """Returns `visual` and `source`, in the backend's `turn`: they may have to be read from the device."""
     picture: Array
     """[V] int64: the picture's number of each visual row."""
-    source: Array
-    """[V] int64: the place of each visual row among its picture's rows."""
     text: Array
     """[L] int64: the text rows after the last picture, without a policy's rows that are no text."""
     actions: Array
     """[A] int64: the rows that become actions, each before its placeholder; only in some policies."""
     positions: Positions
-    """In the rows of `placed`, those of other tokens."""
-    placed: Sequence[PlacedRows] = ()
+    """With `on_device`, those of other tokens in some rows."""
+    on_device: RowsOnDevice | None = None
+    """The order and positions of rows that only the device knows; None if the host knows all."""
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
 
@@ -153,18 +153,32 @@ class PromptRows:
         """S, the number of rows."""
         return self.positions.rows.shape[-1]
 
+    @cached_property
+    def _visual_rows(self) -> VisualRows:
+        return self.on_host()
+
+    @property
+    def visual(self) -> Array:
+        """`VisualRows.visual`."""
+        return self._visual_rows.visual
+
+    @property
+    def source(self) -> Array:
+        """`VisualRows.source`."""
+        return self._visual_rows.source
+
+    def visual_index(self, backend: Backend) -> Tensor:
+        """Return `visual` on the device."""
+        return backend.tensor(self.visual) if self.on_device is None else self.on_device.visual
+
     def rotary_tables(self, backend: Backend, rotary: Rotary) -> dict[str, Tensor]:
         """Return `cos` and `sin` [1,S,w] on the device."""
-        parts = [[backend.tensor(table) for table in rotary.tables(self.positions.rows)]]
-        order, count = np.arange(self.length), self.length
-        for placed in self.placed:
-            cos, sin = (backend.tensor(table[0]) for table in rotary.tables(placed.positions))
-            groups = placed.kept.shape[0]
-            first = np.arange(groups)[:, None] * (placed.positions.shape[1] // groups)
-            parts.append([*backend.at_tokens(cos, sin, placed.kept, backend.tensor(first))])
-            order[placed.rows] = np.arange(count, count + len(placed.rows))
-            count += len(placed.rows)
-        tables = (own[0] if len(own) == 1 else backend.join(own, order) for own in zip(*parts, strict=True))
+        own = self.on_device
+        tables = (
+            map(backend.tensor, rotary.tables(self.positions.rows))
+            if own is None
+            else own.rotary_tables(rotary, self.positions.rows)
+        )
         return dict(zip(("cos", "sin"), tables, strict=True))
 
 
@@ -184,43 +198,59 @@ def lay_out(
     end of each line. In a picture of several parts, each row belongs to the part of its token's group. Rows are
     joined on the device.
     """
-    table = embedding([*chain.from_iterable(texts)])
+    table, counts = embedding([*chain.from_iterable(texts)]), [len(ids) for ids in texts]
+    text_rows = len(table)
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
-    line_end, starts = len(table) - 1, [0, *accumulate(map(len, texts))]
-    shown = [*_parts(layouts, encoded, len(table), pruned=pruned)]
-    # A prompt without pictures has no visual rows.
-    no_rows = np.arange(0)
-    order, visual, place = [], [no_rows], 0
-    for number, ids in enumerate(texts):
-        order.append(np.arange(starts[number], starts[number + 1]))
-        place += len(ids)
-        if number < len(shown):
-            rows = shown[number].rows
-            order.append(np.where(rows < 0, line_end, shown[number].first + rows))
-            visual.append(np.arange(place, place + len(rows)))
-            place += len(rows)
-    whole, last = np.concatenate(order), place - len(texts[-1])
+    unread = [
+        # Where rows are adjacent and positions are their numbers, nothing depends on tokens.
+        own.unread(backend) if pruned and (layout.parts > 1 or layout.places is not None) else None
+        for layout, own in zip(layouts, encoded, strict=True)
+    ]
+    shown = [*_parts(layouts, encoded, unread, pruned=pruned)]
+    pieces = [(part.layout, part.tokens) for part in shown]
+    visual, source = laid_out = _visual_rows(counts, shown)
+    picture = np.concatenate([_NO_ROWS, *(np.full(len(part.rows), part.picture) for part in shown)])
+    is_text = np.ones(text_rows + len(visual), np.bool_)
+    is_text[visual] = False
+    whole = np.empty(len(is_text), np.int64)
+    whole[is_text] = np.arange(text_rows)
+    firsts = len(table) + np.array([0, *accumulate(own.rows for own in encoded)])
+    whole[visual] = np.where(source < 0, len(table) - 1, firsts[picture] + source)
+    on_device, starts, end = None, _starts(counts, pieces)[1::2], 0
+    if any(kept is not None for kept in unread):
+        from sinkprune.runtime.steps.rows_on_device import RowsOnDevice, UnreadRows
+
+        pictures = list[UnreadRows]()
+        for number, (layout, own, kept) in enumerate(zip(layouts, encoded, unread, strict=True)):
+            parts, rows = slice(end, end + layout.parts), np.flatnonzero(picture == number)
+            if kept is not None:
+                one = UnreadRows(layout, kept, own.first_tokens, visual[rows], rows, starts[parts], counts[parts][1:])
+                pictures.append(one)
+            end = parts.stop
+        on_device = RowsOnDevice(backend, len(whole), visual, pictures)
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        rows = backend.join(parts, whole)
+        return rows if on_device is None else on_device.in_order(rows)
+
     deepstack_inputs = {}
     if embedding.deepstack_width:
         zeros = backend.tensor(np.zeros((len(table), embedding.deepstack_width), table.dtype))
-        deepstack_inputs["deepstack"] = backend.join([zeros, *(one.deepstack for one in encoded)], whole)
-    own_positions = positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown])
-    placed = []
-    # A picture with such rows is in one part.
-    for part, own in zip(shown, visual[1:], strict=True):
-        if part.kept is not None and part.layout.places is not None:
-            start = own_positions.rows[:, own[:1]] - part.layout.places[:, part.tokens[:1]]
-            placed.append(PlacedRows(own, start + part.layout.places, part.kept))
+        deepstack_inputs["deepstack"] = joined([zeros, *(one.deepstack for one in encoded)])
+    last = len(whole) - counts[-1]
     return PromptRows(
-        hidden=backend.join([backend.tensor(table), *(one.embeddings for one in encoded)], whole),
-        visual=np.concatenate(visual),
-        picture=np.concatenate([no_rows, *(np.full(len(part.rows), part.picture) for part in shown)]),
-        source=np.concatenate([no_rows, *(part.rows for part in shown)]),
+        hidden=joined([backend.tensor(table), *(one.embeddings for one in encoded)]),
+        on_host=lambda: (
+            laid_out
+            if on_device is None
+            else _visual_rows(counts, [*_parts(layouts, encoded, [None] * len(encoded), pruned=True)])
+        ),
+        picture=picture,
         text=last + np.flatnonzero(np.array(texts[-1]) >= 0),
         actions=last + np.flatnonzero(np.array(texts[-1]) == PLACEHOLDER_ROW) - 1,
-        positions=own_positions,
-        placed=placed,
+        positions=positions(counts, pieces),
+        on_device=on_device,
         deepstack_inputs=deepstack_inputs,
     )
 
@@ -231,35 +261,57 @@ class _Part(NamedTuple):
     layout: VisualLayout
     picture: int
     """The picture's number."""
-    first: int
-    """The number of the picture's first row, where rows are numbered through the table of texts and all pictures."""
     rows: Array
     """The numbers of the rows within the picture; -1 is the end of a line."""
     tokens: Array
     """The token of each row, numbered through all groups."""
-    kept: Tensor | None = None
-    """[G',n0] the kept tokens, if they matter and only the device knows them; `tokens` are others then."""
 
 
 def _parts(
-    layouts: Sequence[VisualLayout], encoded: Sequence[EncodedPicture], first: int, *, pruned: bool
+    layouts: Sequence[VisualLayout],
+    encoded: Sequence[EncodedPicture],
+    unread: Sequence[Tensor | None],
+    *,
+    pruned: bool,
 ) -> Iterator[_Part]:
-    """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
-    for number, (layout, own) in enumerate(zip(layouts, encoded, strict=True)):
-        rows = np.arange(own.rows) if pruned else layout.unpruned_rows
-        tokens, kept = rows, None
-        if pruned and layout.parts == 1 and layout.places is not None:
-            kept = own.unread
-        if pruned and kept is None and (layout.parts > 1 or layout.places is not None):
-            # How many rows each part has depends on the tokens, and texts stand between parts: wait for the device.
+    """Yield the parts of all pictures; those of `unread` as if each row had the first token of its group."""
+    for number, (layout, own, kept) in enumerate(zip(layouts, encoded, unread, strict=True)):
+        rows = tokens = np.arange(own.rows) if pruned else layout.unpruned_rows
+        if pruned and kept is not None:
+            tokens = np.broadcast_to(own.first_tokens, kept.shape).ravel()
+        elif pruned and (layout.parts > 1 or layout.places is not None):
             tokens = own.source_tokens
         if layout.parts == 1:
-            yield _Part(layout, number, first, rows, tokens, kept)
+            yield _Part(layout, number, rows, tokens)
         else:
             for group in range(layout.parts):
                 inside = tokens // layout.tokens == group
-                yield _Part(layout, number, first, rows[inside], tokens[inside])
-        first += own.rows
+                yield _Part(layout, number, rows[inside], tokens[inside])
+
+
+_NO_ROWS = np.arange(0)
+"""A prompt without pictures has no visual rows."""
+
+
+def _visual_rows(texts: Sequence[int], shown: Sequence[_Part]) -> VisualRows:
+    """Return the rows of the parts `shown`, where `texts` are the lengths of the texts around them."""
+    visual, place = [_NO_ROWS], 0
+    for count, part in zip(texts, shown, strict=False):
+        place += count
+        visual.append(np.arange(place, place + len(part.rows)))
+        place += len(part.rows)
+    return VisualRows(np.concatenate(visual), np.concatenate([_NO_ROWS, *(part.rows for part in shown)]))
+
+
+def _starts(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> list[int]:
+    """Return the first position of each text and each picture of `positions`, in their order, and the next one."""
+    lengths = [0]
+    for count, picture in zip_longest(texts, pictures):
+        lengths.append(count)
+        if picture is not None:
+            layout, tokens = picture
+            lengths.append(len(tokens) if layout.places is None else layout.extent)
+    return [*accumulate(lengths)]
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:
@@ -268,20 +320,16 @@ def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array
     Text advances along all axes. A kept token of a picture has the position that it has unpruned, where the family
     gives tokens places of their own. New tokens continue after the largest position.
     """
-    rows, place, latest = [], 0, 0
-    for count, picture in zip_longest(texts, pictures):
-        rows.append(np.arange(place, place + count)[None])
-        place += count
-        if picture is not None:
-            layout, tokens = picture
+    starts = _starts(texts, pictures)
+    rows, latest = [], starts[-1]
+    for number, count in enumerate(texts):
+        rows.append(np.arange(starts[2 * number], starts[2 * number] + count)[None])
+        if number < len(pictures):
+            (layout, tokens), start = pictures[number], starts[2 * number + 1]
             if layout.places is None:
-                rows.append(np.arange(place, place + len(tokens))[None])
-                place += len(tokens)
+                rows.append(np.arange(start, start + len(tokens))[None])
             else:
-                rows.append(place + layout.places[:, tokens])
-                latest = max(latest, place + int(layout.places.max()) + 1)
-                place += layout.extent
+                rows.append(start + layout.places[:, tokens])
+                latest = max(latest, start + int(layout.places.max()) + 1)
     axes = max(map(len, rows))
-    return Positions(
-        np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in rows], axis=1), max(place, latest)
-    )
+    return Positions(np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in rows], axis=1), latest)
