@@ -94,7 +94,7 @@ def test_it_is_what_transformers_attends_to_without_what_was_dropped(
         rows, kept = steps.rows, steps.answer.kept
         sequence = Sequence(
             pipe.backend.numpy(rows.hidden)[0],
-            rows.visual.tolist(),
+            rows.visual_rows.visual.tolist(),
             rows.text.tolist(),
             rows.positions.rows if len(rows.positions.rows) > 1 else None,
             manifest.family,

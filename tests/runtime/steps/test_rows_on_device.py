@@ -62,10 +62,9 @@ def test_rows_stand_where_they_stand_for_a_host_that_reads_tokens(data: st.DataO
             encoded.append(EncodedPicture(tensors[0], Later(backend, backend.tensor(kept)), scores, tensors[1]))
         DEVICE.reads.clear()
         laid_out = lay_out(backend, EMBEDDING, None, texts, [one[0] for one in shown], encoded, pruned=True)
-        tables = laid_out.rotary_tables(backend, ROTARY)
-        on_device = [laid_out.hidden, *laid_out.deepstack_inputs.values(), laid_out.visual_index(backend)]
+        on_device = {**laid_out.state(backend, ROTARY), **laid_out.deepstack_inputs}
         assert DEVICE.reads == []
-        tensors = [backend.numpy(one) for one in (*on_device, *tables.values())]
-        found.append([*tensors, laid_out.visual, laid_out.source, laid_out.picture, laid_out.text])
+        tensors = map(backend.numpy, on_device.values())
+        found.append([*tensors, *laid_out.visual_rows, laid_out.picture, laid_out.text])
     for own, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(own, expected)

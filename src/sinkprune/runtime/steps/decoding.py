@@ -144,9 +144,7 @@ class _Selects:
         self._chain, self._clock, self._picture = chain, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
         querying = rows.actions if plan and plan.queries == "actions" else rows.text
-        backend = chain.backend
-        self._state = {"hidden": rows.hidden, **rows.rotary_tables(backend, chain.rotary)}
-        self._state |= {"visual_index": rows.visual_index(backend), "text_index": backend.tensor(querying)}
+        self._state = rows.state(chain.backend, chain.rotary) | {"text_index": chain.backend.tensor(querying)}
 
     @property
     def left(self) -> dict[str, Tensor]:
@@ -306,7 +304,7 @@ class PromptRun:
         survivors, pictures = surviving_rows(backend, rows, self.prefilled), self.prefilled.schedule.pictures
         for number, (layout, own, planned) in enumerate(zip(self.layouts, self.encoded, pictures, strict=True)):
             own_rows = rows.picture == number
-            visual, source = rows.visual[own_rows], rows.source[own_rows]
+            visual, source = (each[own_rows] for each in rows.visual_rows)
             after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
             index, norms, salience, merged = own.on_host()
             kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))

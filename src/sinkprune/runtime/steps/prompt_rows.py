@@ -134,7 +134,7 @@ class PromptRows:
     hidden: Tensor
     """[1,S,d] float on the device: the embeddings of all rows."""
     on_host: Callable[[], VisualRows]
-    """Returns `visual` and `source`, in the backend's `turn`: they may have to be read from the device."""
+    """Returns `visual_rows`, which may have to be read from the device."""
     picture: Array
     """[V] int64: the picture's number of each visual row."""
     text: Array
@@ -154,32 +154,20 @@ class PromptRows:
         return self.positions.rows.shape[-1]
 
     @cached_property
-    def _visual_rows(self) -> VisualRows:
+    def visual_rows(self) -> VisualRows:
+        """Where visual rows stand, and where they come from; called in the backend's `turn`."""
         return self.on_host()
 
-    @property
-    def visual(self) -> Array:
-        """`VisualRows.visual`."""
-        return self._visual_rows.visual
-
-    @property
-    def source(self) -> Array:
-        """`VisualRows.source`."""
-        return self._visual_rows.source
-
-    def visual_index(self, backend: Backend) -> Tensor:
-        """Return `visual` on the device."""
-        return backend.tensor(self.visual) if self.on_device is None else self.on_device.visual
-
-    def rotary_tables(self, backend: Backend, rotary: Rotary) -> dict[str, Tensor]:
-        """Return `cos` and `sin` [1,S,w] on the device."""
+    def state(self, backend: Backend, rotary: Rotary) -> dict[str, Tensor]:
+        """Return `hidden`, `cos` and `sin` [1,S,w], and `visual_index` [V], on the device."""
         own = self.on_device
-        tables = (
-            map(backend.tensor, rotary.tables(self.positions.rows))
-            if own is None
-            else own.rotary_tables(rotary, self.positions.rows)
-        )
-        return dict(zip(("cos", "sin"), tables, strict=True))
+        if own is None:
+            cos, sin = map(backend.tensor, rotary.tables(self.positions.rows))
+            visual = backend.tensor(self.visual_rows.visual)
+        else:
+            cos, sin = own.rotary_tables(rotary, self.positions.rows)
+            visual = own.visual
+        return {"hidden": self.hidden, "cos": cos, "sin": sin, "visual_index": visual}
 
 
 def lay_out(
