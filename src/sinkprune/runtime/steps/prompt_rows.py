@@ -205,11 +205,11 @@ def lay_out(
     whole[is_text] = np.arange(text_rows)
     firsts = len(table) + np.array([0, *accumulate(own.rows for own in encoded)])
     whole[visual] = np.where(source < 0, len(table) - 1, firsts[picture] + source)
-    on_device, starts, end = None, _starts(counts, pieces)[1::2], 0
+    on_device = None
     if any(kept is not None for kept in unread):
         from sinkprune.runtime.steps.rows_on_device import RowsOnDevice, UnreadRows
 
-        pictures = list[UnreadRows]()
+        pictures, starts, end = list[UnreadRows](), _starts(counts, pieces)[1::2], 0
         for number, (layout, own, kept) in enumerate(zip(layouts, encoded, unread, strict=True)):
             parts, rows = slice(end, end + layout.parts), np.flatnonzero(picture == number)
             if kept is not None:
@@ -222,6 +222,11 @@ def lay_out(
         rows = backend.join(parts, whole)
         return rows if on_device is None else on_device.in_order(rows)
 
+    def on_host() -> VisualRows:
+        if on_device is None:
+            return laid_out
+        return _visual_rows(counts, [*_parts(layouts, encoded, [None] * len(encoded), pruned=pruned)])
+
     deepstack_inputs = {}
     if embedding.deepstack_width:
         zeros = backend.tensor(np.zeros((len(table), embedding.deepstack_width), table.dtype))
@@ -229,11 +234,7 @@ def lay_out(
     last = len(whole) - counts[-1]
     return PromptRows(
         hidden=joined([backend.tensor(table), *(one.embeddings for one in encoded)]),
-        on_host=lambda: (
-            laid_out
-            if on_device is None
-            else _visual_rows(counts, [*_parts(layouts, encoded, [None] * len(encoded), pruned=True)])
-        ),
+        on_host=on_host,
         picture=picture,
         text=last + np.flatnonzero(np.array(texts[-1]) >= 0),
         actions=last + np.flatnonzero(np.array(texts[-1]) == PLACEHOLDER_ROW) - 1,
