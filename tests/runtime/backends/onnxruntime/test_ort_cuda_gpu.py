@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Policy, Session
+from sinkprune import Clip, Pipeline, Policy, Session
 from sinkprune.runtime.steps.channel_order import ordered
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
 from support.references.pi0 import INSTRUCTION
@@ -37,6 +37,14 @@ def test_in_fp32_it_keeps_and_answers_what_the_cpu_does(
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name, dialect=dialect), backend=BACKEND)
     assert_equal_at_both_ends(ours, theirs, photo)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", min(INTERNVL_SHAPES)])
+def test_rows_of_clips_are_ordered_as_on_the_cpu(name: str, bundle: Bundles, photo: Image.Image) -> None:
+    root = bundle(name, budgets=("prune-77.8",), max_frames=8)
+    ours, theirs = (Pipeline.load(root, backend=backend) for backend in (BACKEND, "ort-cpu"))
+    clip: Any = Clip([photo.rotate(30 * turn).resize((170, 140)) for turn in range(8)], fps=2)
+    assert_equal_at_both_ends(ours, theirs, clip)
 
 
 @pytest.mark.parametrize("size", [(640, 480), (1920, 1080), (300, 700)])
