@@ -22,7 +22,7 @@ from PIL import Image
 
 from conftest import make_once
 from sinkprune.demo.example_files import write_example_files
-from support.programs.commands import BIN, own_process, run
+from support.programs.commands import BIN, own_process, run, succeed
 from support.programs.printed_commands import ALL
 from support.programs.repository import ROOT
 
@@ -81,8 +81,7 @@ def test_a_printed_command_runs(text: str, folder: Path, tmp_path: Path, monkeyp
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     command, *words = shlex.split(text)
-    outcome = run(command, *words, *(["--max-new-tokens", 4] if command != "sinkprune-act" else []))
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(command, *words, *(["--max-new-tokens", 4] if command != "sinkprune-act" else []))
     assert outcome.stdout.strip()
     for option in ("-o", "--overlay"):
         assert option not in words or (tmp_path / words[words.index(option) + 1]).stat().st_size

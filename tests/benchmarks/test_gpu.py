@@ -23,7 +23,7 @@ import next_to_vllm
 from rows_table import PARTS
 from sinkprune.export.checkpoint.presets import PRESETS
 from support.models.small_models import PI0_SHAPES
-from support.programs.commands import run
+from support.programs.commands import succeed
 
 SCRIPT = Path(gpu_parts.__file__).parent.with_name("gpu.sh")
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
@@ -68,7 +68,7 @@ def profile_json(bundle: Callable[..., Path], photo_file: Path, tmp_path_factory
     """A profile of two budgets, as the command writes it."""
     path = tmp_path_factory.mktemp("report") / "profile.json"
     ask = ("--image", photo_file, "--prompt", "What?", "--budgets", "none,retain-64", "--repeat", 1)
-    assert run("sinkprune-profile", bundle("gqa-112"), *ask, "--new-tokens", 2, "--json", path).code == 0
+    succeed("sinkprune-profile", bundle("gqa-112"), *ask, "--new-tokens", 2, "--json", path)
     return path
 
 

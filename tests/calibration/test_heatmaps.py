@@ -17,7 +17,7 @@ from sinkprune.calibration import plots
 from sinkprune.calibration.norms import TokenFeatures
 from sinkprune.calibration.plots import draw_heatmaps
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import assert_refused, run, without_notes, wrote
+from support.programs.commands import assert_refused, run, succeed, without_notes, wrote
 from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]
@@ -70,8 +70,7 @@ def test_pictures_of_one_name_have_maps_of_their_own(
             assert picture.format == "PNG" and picture.width > 800
     # Drawn again, they take the place of the old ones.
     given = "--data", photos / "two", "--limit", 1, "--json", "-"
-    outcome = run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps)
     assert json.loads(outcome.stdout)["pictures"] == 1
 
 

@@ -37,7 +37,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends, options_of
 
@@ -286,16 +286,13 @@ def test_another_user_runs_a_read_only_copy(target: str, built: Built, photo_fil
 def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
     engines, report = built(), tmp_path / "report.json"
     ask = (engines, "--image", photo_file, "--prompt", "What is this?")
-    assert run("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2).code == 0
-    profile = run("sinkprune-profile", *ask, "--repeat", 1, "--new-tokens", 2, "--json", report)
-    assert profile.code == 0, profile.stderr
+    succeed("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2)
+    succeed("sinkprune-profile", *ask, "--repeat", 1, "--new-tokens", 2, "--json", report)
     assert json.loads(report.read_text())["backend"] == "ort-cpu"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"image": str(photo_file), "question": "What?", "answer": "a"}) + "\n")
-    evaluated = run("sinkprune-evaluate", engines, "--data", task, "--budgets", "retain-64")
-    assert evaluated.code == 0, evaluated.stderr
-    calibrated = run("sinkprune-calibrate", "norms", engines, "--data", task)
-    assert calibrated.code == 0, calibrated.stderr
+    succeed("sinkprune-evaluate", engines, "--data", task, "--budgets", "retain-64")
+    succeed("sinkprune-calibrate", "norms", engines, "--data", task)
 
 
 def test_sums_pin_the_folder(built: Built) -> None:

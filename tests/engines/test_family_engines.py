@@ -45,7 +45,7 @@ from support.models.heads_of_64 import (
     export_random,
 )
 from support.models.manifests import file_of
-from support.programs.commands import run
+from support.programs.commands import succeed
 from support.programs.slow_cases import slow
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
 from support.references.trt10_operators import fault
@@ -160,8 +160,7 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
     config, options, _ = FAMILIES[family]
     bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, **options)
     target = ("--target", "tensorrt-rtx", "--sm", "89" if family in ("qwen3-vl", "internvl") else "86,89,120")
-    outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
-    assert outcome.code == 0, outcome.stderr
+    succeed("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) - {COLUMNS_FIRST, ROWS_FIRST, *graphs_of(bundle.manifest)} == set(bundle.manifest.graphs)
     assert ("projector" in built) == family.startswith(("llava", "pi0", "internvl", "openvla", "paligemma"))

@@ -32,7 +32,7 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from support.models.manifests import file_of
-from support.programs.commands import assert_refused, kill_when, left, run
+from support.programs.commands import assert_refused, kill_when, left, run, succeed
 from support.programs.slow_cases import slow
 from support.stand_ins.gate_faults import altered, one_weight, overflowing
 
@@ -85,12 +85,12 @@ def again(source: Path, output: Path, limits: Limits = LIMITS, **options: Any) -
 def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = (bundle("gqa-112"), "-o", output, "--target", "onnxruntime", "--force")
-    assert run("sinkprune-build", *command, "--max-prompt", 70).code == 0
+    succeed("sinkprune-build", *command, "--max-prompt", 70)
     kill_when(moment, tmp_path, "sinkprune-build", *command, "--max-prompt", 71)
     found = read_engines(output)
     found.verify()
     assert found.manifest.limits.prompt_tokens in (70, 71)
-    assert run("sinkprune-build", *command).code == 0
+    succeed("sinkprune-build", *command)
     read_engines(output).verify()
     assert left(output) == []
 
@@ -107,8 +107,7 @@ def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> Non
     assert "decoder_0" in whole and "decoder_2" not in whole
     stamps = {name: (unfinished / engine["file"]).stat().st_mtime_ns for name, engine in whole.items()}
     assert (source / "graphs" / "decoder_0.onnx").exists() != move
-    outcome = run("sinkprune-build", *command)
-    assert outcome.code == 0, outcome.stderr
+    succeed("sinkprune-build", *command)
     found = read_engines(output)
     found.verify()
     for name, stamp in stamps.items():

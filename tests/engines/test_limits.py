@@ -23,7 +23,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies.chunk import check_prompt_length
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.references import shapes_sent
 
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
@@ -158,7 +158,7 @@ def test_engines_act_and_refuse_a_longer_instruction(
     source: Callable[..., Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     output = tmp_path / "engines"
-    assert run("sinkprune-build", source(), "-o", output, "--target", "onnxruntime", "--max-prompt", 24).code == 0
+    succeed("sinkprune-build", source(), "-o", output, "--target", "onnxruntime", "--max-prompt", 24)
     assert read_engines(output).manifest.enforced_limits == {"prompt_tokens": 24}
     engines, graphs = Policy.load(output), Policy.load(source())
     state = list(engines.facts.state_mean)
@@ -174,7 +174,7 @@ def test_a_limit_below_the_shortest_prompt_is_refused(source: Callable[..., Path
     refused = run(*command, 2)
     assert_refused(refused, "--max-prompt is 2, and the shortest instruction has ")
     (least,) = re.findall(r"Give (\d+) or more\.", refused.stderr)
-    assert run(*command, least).code == 0
+    succeed(*command, least)
     policy = Policy.load(tmp_path / "engines")
     chunk = policy.act([Image.new("RGB", (90, 90)), None, None], "a", list(policy.facts.state_mean), steps=1)
     assert chunk.prompt_tokens == int(least)

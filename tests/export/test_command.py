@@ -16,15 +16,13 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.heads_of_64 import CONFIG
 from support.models.peer_shapes import sizes
-from support.programs.commands import own_process, run
+from support.programs.commands import own_process, succeed
 
 
 @pytest.mark.parametrize("dialect", ["opset20", "opset24"])
 def test_the_summary_names_what_was_written(dialect: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     options = ("--budgets", "retain-64", "--methods", "sinkpruner,fastervlm", "--dialect", dialect, "--json")
-    outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
-    assert outcome.code == 0, outcome.stderr
-    summary = json.loads(outcome.stdout)
+    summary = json.loads(succeed("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options).stdout)
     size, digest = summary.pop("bytes"), summary.pop("sha256")
     assert digest == read_bundle(tmp_path / "out").sha256
     assert summary == {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, succeed
 from support.programs.doctor_runs import doctor, set_python, told
 from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2, workstation
 
@@ -79,15 +79,14 @@ def run_printed(report: Any, photo_file: Path) -> tuple[str, list[str]]:
     """Run the only command of a report, and return its name and words."""
     (command,) = report["next"]
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
-    done = run(name, *words)
-    assert done.code == 0, done.stderr
+    succeed(name, *words)
     return name, words
 
 
 def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     run_printed(told(bundle("gqa-112")), photo_file)
-    assert run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime").code == 0
+    succeed("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime")
     report = told(engines)
     (model,) = report["models"]
     assert (model["kind"], model["backend"]) == ("engines", "ort-cpu")

@@ -31,7 +31,7 @@ from sinkprune.jetson.fit import (
 )
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
-from support.programs.commands import run
+from support.programs.commands import succeed
 from support.programs.doctor_runs import NANO, PICTURE, doctor, preset, set_python, told
 from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
@@ -180,7 +180,7 @@ def test_engines_of_a_cpu_take_at_most_the_computed_disk(
 ) -> None:
     source = bundle("gqa-112")
     manifest = read_bundle(source).manifest
-    assert run("sinkprune-build", source, "-o", tmp_path / "engines", "--target", target).code == 0
+    succeed("sinkprune-build", source, "-o", tmp_path / "engines", "--target", target)
     taken = sum(file.stat().st_size for file in (tmp_path / "engines").rglob("*") if file.is_file())
     weights = sum(map(manifest.weight_bytes, manifest.graphs))
     most = disk_bytes(manifest, manifest.graphs, target, move=False)

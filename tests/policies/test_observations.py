@@ -27,7 +27,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.policy_facts import NumberRanges
 from sinkprune.policies.observation import normalised_state, observed, unusual_state
 from support.models.manifests import change_policy
-from support.programs.commands import run
+from support.programs.commands import succeed
 
 Bundles = Callable[..., Path]
 
@@ -144,8 +144,7 @@ def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Im
     )
     options = ("--camera", tmp_path / "frames", "--camera", "none", "--state", tmp_path / "states.json")
     words = ("--instruction", "go", "--steps", 1, "--json", "-")
-    outcome = run("sinkprune-act", policy.bundle.path, *options, *words)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-act", policy.bundle.path, *options, *words)
     (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
     assert told.startswith("moment 2: the state is far outside the policy's training data: ")
     assert json.loads(outcome.stdout)["notes"] == [told]

@@ -27,7 +27,7 @@ from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.policies.observation import observed
 from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
 from support.models.manifests import file_of
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.programs.slow_cases import slow
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
 
@@ -117,8 +117,7 @@ def test_engines_pass_the_gate_and_act_as_the_graphs(
 ) -> None:
     engines, bundle = tmp_path / "engines", source(name)
     most = 80 if name == "pi0.5" else 160
-    built = run("sinkprune-build", bundle, "-o", engines, "--target", target, "--max-prompt", most)
-    assert built.code == 0, built.stderr
+    succeed("sinkprune-build", bundle, "-o", engines, "--target", target, "--max-prompt", most)
     checked = run("sinkprune-check", bundle, engines, "--image", photo_file, "--prompt", INSTRUCTION)
     assert checked.code == 0, checked.stdout + checked.stderr
     assert f"passed: {len(read_bundle(bundle).manifest.graphs)} engines, 2 chunks of actions" in checked.stdout
@@ -144,14 +143,12 @@ def test_a_deadline_chooses_a_budget(name: str, source: Checkpoints, frames: lis
 
 def test_commands_act_and_profile(source: Checkpoints, photo_file: Path) -> None:
     cameras = ("--camera", photo_file, "--camera", photo_file, "--instruction", INSTRUCTION)
-    done = run("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json")
-    assert done.code == 0, done.stderr
+    done = succeed("sinkprune-act", source("openvla-oft-stateless"), *cameras, "--budget", BUDGETS[0], "--json")
     (chunk,) = json.loads(done.stdout)["chunks"]
     assert (len(chunk["actions"]), chunk["steps"]) == (8, 1)
     options = ("--camera", photo_file, "--prompt", INSTRUCTION, "--repeat", 1, "--warmup", 0, "--json")
     assert_refused(run("sinkprune-profile", source("openvla"), "--steps", "2", *options), "steps is given")
-    done = run("sinkprune-profile", source("openvla"), *options)
-    assert done.code == 0, done.stderr
+    done = succeed("sinkprune-profile", source("openvla"), *options)
     assert set(json.loads(done.stdout)["budgets"]) == {"none", *BUDGETS}
 
 
@@ -273,8 +270,7 @@ def narrow(config: Any) -> Any:
 def test_a_preset_acts(photo: Image.Image, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(narrow(PRESETS["pi0"])))
     options = ("--max-images", 3, "--budgets", BUDGETS[0], "-o", tmp_path / "policy")
-    done = run("sinkprune-export", tmp_path, "--random-weights", *options)
-    assert done.code == 0, done.stderr
+    succeed("sinkprune-export", tmp_path, "--random-weights", *options)
     cameras = [photo, photo.rotate(90), photo.crop((0, 0, 90, 50))]
     report = Policy.load(tmp_path / "policy").act(cameras, INSTRUCTION, [0.1] * 32, budget=BUDGETS[0], seed=0)
     assert report.actions.shape == (50, 32) and np.isfinite(report.actions).all()

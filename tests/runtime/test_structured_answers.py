@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, PruningError, Session, UsageError
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 
 Bundles, Pipelines = Callable[..., Path], Callable[..., Pipeline]
 COLOURS = ["red", "green", "blue", "yellow", "orange", "purple"]
@@ -86,8 +86,7 @@ def test_a_closed_list_has_no_minimum_of_tokens_and_pruning_needs_a_picture(
 
 def asked(bundle: Path, photo_file: Path, *options: object) -> tuple[dict[str, Any], str, str]:
     """Return the JSON of `sinkprune-run`, the answer's lines, and the notes."""
-    done = run("sinkprune-run", bundle, "--image", photo_file, *ASK, *options, "--json", "answer.json")
-    assert done.code == 0, done.stderr
+    done = succeed("sinkprune-run", bundle, "--image", photo_file, *ASK, *options, "--json", "answer.json")
     return json.loads(Path("answer.json").read_text()), done.stdout, done.stderr
 
 

@@ -18,7 +18,7 @@ from sinkprune.calibration.tasks import load_task
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, run, without_notes, wrote
+from support.programs.commands import assert_refused, run, succeed, without_notes, wrote
 
 Bundles = Callable[..., Path]
 ATTENTION = ("sinkprune-calibrate", "attention")
@@ -101,8 +101,7 @@ def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_facto
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
     """`random` keeps the sink token of one camera and not of another, so a camera that is left out shows."""
     options = ("--methods", "sinkpruner,random", "--budgets", "prune-66.7", "--json")
-    outcome = run(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
     found, policy = json.loads(outcome.stdout), Policy.load(folder / "bundle")
     assert (found["questions"], found["pictures"], found["outlier_per_mille"]) == (4, 3, 10)
     for method in ("sinkpruner", "random"):

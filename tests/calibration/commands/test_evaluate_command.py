@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune import Answer
 from sinkprune.calibration.evaluation.statistics import wilson
 from sinkprune.runtime.pipeline import Pipeline
-from support.programs.commands import assert_refused, run, without_notes, wrote
+from support.programs.commands import assert_refused, interrupt_after, run, succeed, without_notes, wrote
 
 Bundles = Callable[..., Path]
 BUDGETS = ("--budgets", "retain-64,retain-32")
@@ -38,12 +37,11 @@ def task(tmp_path_factory: pytest.TempPathFactory, pipeline: Callable[..., Pipel
 
 def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("report.json", "plot.png", "answers.jsonl")}
-    outcome = run(
+    outcome = succeed(
         "sinkprune-evaluate",
         *(bundle("gqa-112"), "--data", task, *BUDGETS, "--json", files["report.json"]),
         *("--plot", files["plot.png"], "--answers", files["answers.jsonl"]),
     )
-    assert outcome.code == 0, outcome.stderr
     assert without_notes(outcome.stderr) == wrote(files["answers.jsonl"], files["plot.png"], files["report.json"])
     rows = [line.split() for line in outcome.stdout.splitlines()]
     none = next(row for row in rows if row[:2] == ["none", "64.0"])
@@ -93,8 +91,7 @@ def test_options_change_what_the_model_sees(
 ) -> None:
     files = ("--json", tmp_path / "report.json", "--answers", tmp_path / "a.jsonl")
     words = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--limit", 3, *files, *options)
-    outcome = run("sinkprune-evaluate", *words)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-evaluate", *words)
     assert shown in outcome.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     flags = "--blind" in options, "--plant-outliers" in options, "stretch" if "stretch" in options else None
@@ -144,11 +141,9 @@ def test_answers_are_as_long_as_engines_allow(
     limit: int, expected: int, bundle: Bundles, task: Path, tmp_path: Path
 ) -> None:
     build = ("--target", "onnxruntime", "--max-new-tokens", limit)
-    assert run("sinkprune-build", bundle("gqa-112"), "-o", tmp_path / "engines", *build).code == 0
+    succeed("sinkprune-build", bundle("gqa-112"), "-o", tmp_path / "engines", *build)
     command = ("sinkprune-evaluate", tmp_path / "engines", "--data", task, "--budgets", "none", "--limit", 1)
-    outcome = run(*command, "--json")
-    assert outcome.code == 0, outcome.stderr
-    assert json.loads(outcome.stdout)["max_new_tokens"] == expected
+    assert json.loads(succeed(*command, "--json").stdout)["max_new_tokens"] == expected
     assert_refused(run(*command, "--max-new-tokens", limit + 1), f"more than the {limit} the engines were built for")
 
 
@@ -157,14 +152,8 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     complete: int, bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Three combinations, a warm-up of each, and one answer to the next question.
-    left, generate = iter(range(3 * (1 + complete) + 1)), Pipeline.generate
-
-    def interrupted(*arguments: Any, **options: Any) -> Answer:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    generate = Pipeline.generate
+    monkeypatch.setattr(Pipeline, "generate", interrupt_after(3 * (1 + complete) + 1, generate))
     outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
     assert outcome.code == 130
@@ -181,7 +170,7 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     assert report["warnings"][0] in outcome.stdout
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2 * 3
     # What was measured before stays.
-    left = iter(range(3 * 2 + 1))
+    monkeypatch.setattr(Pipeline, "generate", interrupt_after(3 * 2 + 1, generate))
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
     assert outcome.code == 130 and "Earlier files stay; these results are in '" in outcome.stderr
     assert json.loads((tmp_path / "x.json").read_text())["questions"] == 2
@@ -194,8 +183,7 @@ def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_pat
     kinds = ("[red]x", "[/]", "\x1b[2Jy", "[link=file:///]z")
     lines = [json.loads(line) for line in task.read_text().splitlines()]
     path = write_lines(tmp_path, task, [line | {"kind": kind} for line, kind in zip(lines, kinds, strict=True)])
-    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", path, "--budgets", "none")
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-evaluate", bundle("gqa-112"), "--data", path, "--budgets", "none")
     for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
         assert shown in outcome.stdout
     assert "\x1b" not in outcome.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -14,25 +13,15 @@ from PIL import Image
 from sinkprune.calibration import quantise
 from sinkprune.calibration.commands import attention, norms
 from sinkprune.runtime.pipeline import Pipeline
-from support.programs.commands import run
+from support.programs.commands import interrupt_after, run, succeed
 
 Bundles = Callable[..., Path]
-
-
-def interrupted(*_: object, **__: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def after(count: int, function: Callable[..., object]) -> Callable[..., object]:
-    """`function`, interrupted after `count` calls."""
-    left = iter(range(count))
-    return lambda *given: function(*given) if next(left, None) is not None else interrupted()
 
 
 def test_attention_is_reported_of_the_questions_that_were_asked(
     bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "observe", after(3, attention.observe))
+    monkeypatch.setattr(attention, "observe", interrupt_after(3, attention.observe))
     words = ("--data", scenes, "--limit", 4, "--budgets", "none")
     outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *words, "--json", tmp_path / "x.json")
     said = "the report counts the first 3 of 4 questions."
@@ -44,7 +33,7 @@ def test_attention_is_reported_of_the_questions_that_were_asked(
 def test_norms_are_reported_of_whole_pictures(
     bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norms, "bundle_features", after(1, norms.bundle_features))
+    monkeypatch.setattr(norms, "bundle_features", interrupt_after(1, norms.bundle_features))
     command = ("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", scenes.parent)
     outcome = run(*command, "--json", tmp_path / "x.json", "--heatmaps", tmp_path / "maps")
     said = "the report counts the first 1 of 2 pictures."
@@ -61,7 +50,7 @@ def test_norms_are_reported_of_whole_pictures(
 def test_a_rounded_bundle_needs_all_layers(
     bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantise, "quantise_bundle", interrupted)
+    monkeypatch.setattr(quantise, "quantise_bundle", interrupt_after(0, quantise.quantise_bundle))
     words = ("--data", scenes, "-o", tmp_path / "out", "--weights", "int8")
     outcome = run("sinkprune-calibrate", "quantize", bundle("gqa-112"), *words)
     assert outcome.code == 130
@@ -81,7 +70,7 @@ def test_a_later_picture_is_noted_before_questions_are_asked(
         photo.resize((width, 100)).save(tmp_path / name)
         lines.append({"image": name, "question": "Is there a cup?", "answer": "a"})
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    monkeypatch.setattr(Pipeline, "generate", interrupt_after(0, Pipeline.generate))
     outcome = run(*ASKING[command], bundle("gqa-112"), "--data", data)
     assert outcome.code == 130
     seen = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
@@ -101,8 +90,7 @@ def test_the_darkest_picture_of_16_bits_is_noted(command: tuple[str, ...], bundl
         lines = [{"cameras": names, "instruction": "pick up", "state": [0.0] * 5}]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = tmp_path if "norms" in command else tmp_path / "q.jsonl"
-    outcome = run(*command, own, "--data", data, "--json", report)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(*command, own, "--data", data, "--json", report)
     dark = f"{tmp_path}/dark.png: 16 bits a channel were scaled to 8. The largest value is now 10 of 255."
     assert outcome.stderr.count("16 bits a channel") == 1 and dark in outcome.stderr
     if "attention" not in command:

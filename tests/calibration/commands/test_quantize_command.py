@@ -22,7 +22,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.weights.rounding import rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.programs.slow_cases import slow_except
 from support.references.steps import watched
 
@@ -45,8 +45,7 @@ def quantised(bundle: Bundles, task: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("quantised")
     options = ("--weights", "int4", "--block-size", "32", *ANY_ERROR)
     files = ("--json", folder / "errors.json", "--plot", folder / "errors.png")
-    outcome = run(*QUANTIZE, bundle("gqa-112"), "--data", task, "-o", folder / "out", *options, *files)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(*QUANTIZE, bundle("gqa-112"), "--data", task, "-o", folder / "out", *options, *files)
     assert "needs about" in outcome.stderr and "GB are free" in outcome.stderr
     assert "worst 10 of" in outcome.stdout and "weights int4, vision int8" in outcome.stdout
     assert read_bundle(folder / "out").sha256 in outcome.stdout
@@ -123,8 +122,7 @@ def test_the_logits_error_is_that_of_the_two_bundles(
     name: str, bundle: Bundles, task: Path, pipeline: Callable[..., Pipeline], tmp_path: Path
 ) -> None:
     options = ("--weights", "int8", "--json", *ANY_ERROR)
-    outcome = run(*QUANTIZE, bundle(name), "--data", task, "-o", tmp_path / "out", *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(*QUANTIZE, bundle(name), "--data", task, "-o", tmp_path / "out", *options)
     exact = logits(pipeline(name), task.parent)
     found = logits(Pipeline.load(tmp_path / "out"), task.parent)
     printed = json.loads(outcome.stdout)
@@ -139,8 +137,7 @@ def test_the_logits_error_is_that_of_the_two_bundles(
 def test_a_tower_may_stay_as_it_is_and_states_be_fp16(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     floats, output = bundle("gqa-112", "fp16"), tmp_path / "out"
     tower = ("--weights", "int8", "--vision-weights", "fp16", "--limit", "1", *ANY_ERROR)
-    outcome = run(*QUANTIZE, floats, "--data", task, "-o", output, *tower)
-    assert outcome.code == 0, outcome.stderr
+    succeed(*QUANTIZE, floats, "--data", task, "-o", output, *tower)
     before, after = read_bundle(floats).manifest, read_bundle(output).manifest
     assert (after.weights.decoder, after.weights.vision) == ("int8", "fp16")
     name = "graphs/weights/vision.bin"

@@ -21,7 +21,7 @@ from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import MANIFEST
 from support.models.manifests import manifest_data, write_data
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 
 ASK = ("--prompt", "What is this?", "--max-new-tokens", "2")
 PEM, PKCS8, PLAIN = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -51,8 +51,7 @@ def signed(checkpoint: Callable[[str], Path], keys: Path, tmp_path_factory: pyte
     """A bundle signed by the command; tests leave it alone."""
     output = tmp_path_factory.mktemp("signed") / "bundle"
     options = ("-o", output, "--budgets", "retain-64", "--sign", keys / "ours")
-    outcome = run("sinkprune-export", checkpoint("gqa-112"), *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-export", checkpoint("gqa-112"), *options)
     assert f"sha256 {hashlib.sha256((output / MANIFEST).read_bytes()).hexdigest()}\n" in outcome.stdout
     return output
 
@@ -70,7 +69,7 @@ def rewritten(root: Path) -> Path:
 
 def test_the_printed_sum_is_accepted_and_no_other(signed: Path, copied: Path, photo_file: Path) -> None:
     digest = read_bundle(signed).sha256
-    assert run("sinkprune-run", signed, "--sha256", digest, "--image", photo_file, *ASK).code == 0
+    succeed("sinkprune-run", signed, "--sha256", digest, "--image", photo_file, *ASK)
     outcome = run("sinkprune-run", rewritten(copied), "--sha256", digest, "--image", photo_file, *ASK)
     assert_refused(outcome, f"expected {digest}")
     with pytest.raises(BundleError, match=f"expected {digest}"):
@@ -79,7 +78,7 @@ def test_the_printed_sum_is_accepted_and_no_other(signed: Path, copied: Path, ph
 
 def test_a_signature_is_checked_against_the_key(signed: Path, copied: Path, keys: Path, photo_file: Path) -> None:
     command = ("sinkprune-run", signed, "--image", photo_file, *ASK, "--signed-by")
-    assert run(*command, keys / "ours.pub").code == 0
+    succeed(*command, keys / "ours.pub")
     assert_refused(run(*command, keys / "theirs.pub"), "was not signed with the key that belongs to", "theirs.pub")
     with pytest.raises(BundleError, match="was not signed"):
         Pipeline.load(rewritten(copied), signed_by=keys / "ours.pub")
@@ -110,14 +109,13 @@ def test_what_is_no_key_is_refused(signed: Path, keys: Path, tmp_path: Path) -> 
 def test_a_pinned_bundle_wants_pinned_engines(copied: Path, keys: Path, photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     options = ("-o", engines, "--target", "onnxruntime", "--signed-by", keys / "ours.pub", "--sign", keys / "ours")
-    outcome = run("sinkprune-build", copied, *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-build", copied, *options)
     assert f"\nsigned with '{keys / 'ours'}'\nsha256 " in outcome.stdout
     built = outcome.stdout.split()[-1]
     digest = read_bundle(copied).sha256
     command = ("sinkprune-run", copied, "--engines", engines, "--image", photo_file, *ASK)
-    assert run(*command, "--sha256", digest, "--engines-sha256", built).code == 0
-    assert run(*command, "--signed-by", keys / "ours.pub").code == 0
+    succeed(*command, "--sha256", digest, "--engines-sha256", built)
+    succeed(*command, "--signed-by", keys / "ours.pub")
     assert_refused(run(*command, "--sha256", digest), "is pinned", "--engines-sha256")
     assert_refused(run(*command, "--engines-sha256", "0" * 64), "engines.json", f"expected {'0' * 64}")
     (engines / "engines.json.sig").unlink()

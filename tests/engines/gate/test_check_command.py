@@ -16,7 +16,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
 from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.runtime.pipeline import Pipeline
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.programs.slow_cases import slow, slow_except
 from support.stand_ins.gate_faults import overflowing, plant, swapped
 
@@ -36,8 +36,7 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
     @cache
     def get(target: str) -> Path:
         engines = tmp_path_factory.mktemp("checked") / target
-        outcome = run("sinkprune-build", source, "-o", engines, "--target", target)
-        assert outcome.code == 0, outcome.stderr
+        succeed("sinkprune-build", source, "-o", engines, "--target", target)
         return engines
 
     return get
@@ -48,8 +47,7 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
 )
 def test_honest_engines(target: str, source: Path, built: Built, photo_file: Path) -> None:
     command = (source, built(target), "--image", photo_file)
-    outcome = run("sinkprune-check", *command)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-check", *command)
     graphs = len(read_bundle(source).manifest.graphs)
     # Engines that compute in bf16 on this processor may rightly keep other tokens.
     assert outcome.stdout.count("passed") + outcome.stdout.count("not judged") == graphs + 3
@@ -138,9 +136,7 @@ def test_the_whole_picture_may_be_compared(
         (check, 0.5),
         ((*build, "--force"), 0.5),
     ):
-        outcome = run(*command)
-        assert outcome.code == 0, outcome.stderr
-        assert json.loads(outcome.stdout)["seen_share"] == [share]
+        assert json.loads(succeed(*command).stdout)["seen_share"] == [share]
         assert shares == {share}
         shares.clear()
 
@@ -164,12 +160,9 @@ def test_honest_engines_of_every_family(
     name: str, budget: str, pictures: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
     source, engines = bundle(name, "fp32", (budget,), max_images=pictures), tmp_path / "engines"
-    outcome = run("sinkprune-build", source, "-o", engines, "--target", "openvino", "--max-images", pictures)
-    assert outcome.code == 0, outcome.stderr
+    succeed("sinkprune-build", source, "-o", engines, "--target", "openvino", "--max-images", pictures)
     check = ("sinkprune-check", source, engines, "--json")
-    outcome = run(*check, *("--image", photo_file) * pictures)
-    assert outcome.code == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
+    report = json.loads(succeed(*check, *("--image", photo_file) * pictures).stdout)
     assert [text["budget"] for text in report["texts"]] == ["none", budget]
     # Unpruned all are kept, of every group. The same picture twice is seen once.
     assert report["texts"][0]["kept_alike"] == report["graphs"]["vision"]["calls"] == 1

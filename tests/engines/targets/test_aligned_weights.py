@@ -19,7 +19,7 @@ from sinkprune.engines.targets import onnxruntime as onnxruntime_target
 from sinkprune.engines.targets.onnxruntime import align_weights, takes_prepacked
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
-from support.programs.commands import run
+from support.programs.commands import succeed
 from support.references.same_answers import assert_equal_at_both_ends
 
 
@@ -72,8 +72,7 @@ def test_a_version_that_was_never_tried_builds_engines_without_prepacked_weights
     assert not any(map(takes_prepacked, ("1.30.1", "1.33.0", "2.32.0", "1.310.0", "nightly")))
     monkeypatch.setattr(onnxruntime_target, "PREPACKED_IN", ((1, 1),))
     path = bundle("gqa-112", weights="int4")
-    outcome = run("sinkprune-build", path, "-o", tmp_path / "engines", "--target", "onnxruntime")
-    assert outcome.code == 0
+    outcome = succeed("sinkprune-build", path, "-o", tmp_path / "engines", "--target", "onnxruntime")
     assert outcome.stderr.count("was never tried with prepacked weights") == 1
     engines = open_engines(tmp_path / "engines", read_bundle(path))
     assert not any(weight.packed for graph in ("decoder_0", "vision") for weight in engines.model(graph).weights)
@@ -90,8 +89,7 @@ def built(
     """A small bundle of each form that no other test loads, and its engines."""
     folder = tmp_path_factory.mktemp("mapped")
     path, engines = shutil.copytree(bundle("gqa-112", weights=request.param), folder / "bundle"), folder / "engines"
-    outcome = run("sinkprune-build", path, "-o", engines, "--target", "onnxruntime")
-    assert outcome.code == 0, outcome.stderr
+    succeed("sinkprune-build", path, "-o", engines, "--target", "onnxruntime")
     return path, engines
 
 

@@ -26,7 +26,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest, open_source
 from support.models.manifests import manifest_data, write_data
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 
 Checkpoints = Callable[[str], Path]
 BUDGETS = {"mha-336": "retain-64", "next": "retain-320", "internvl": "prune-66.7"}
@@ -106,7 +106,7 @@ def test_a_limit_that_is_too_large_for_topk_is_rejected_with_what_fits(
     assert_refused(run(*export, "--max-pixels", 12845056), "16384", "3840", "--max-pixels 6690656")
     assert_refused(run(*export, "--max-pixels", 700), "784 to 700 pixels", "--max-pixels")
     assert list(tmp_path.iterdir()) == []
-    assert run(*export, "--max-pixels", 12845056, "--budgets", "prune-88.9").code == 0
+    succeed(*export, "--max-pixels", 12845056, "--budgets", "prune-88.9")
 
 
 def with_pixels(folder: Path, **own: Any) -> None:
@@ -141,8 +141,7 @@ def test_images_have_tokens_for_a_robot_unless_it_asks_for_more(
     options = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
     # Those of TensorRT too, whose limit of ranked tokens holds by default.
     form = ("--precision", "fp16", "--dialect", "opset20") if not given else ()
-    outcome = run("sinkprune-export", folder, "-o", tmp_path / "out", *options, *form, "--budgets", "prune-66.7")
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-export", folder, "-o", tmp_path / "out", *options, *form, "--budgets", "prune-66.7")
     assert f"images: up to {tokens} visual tokens ({pixels} pixels). Larger ones are scaled down" in outcome.stderr
     manifest = read_bundle(tmp_path / "out").manifest
     assert (manifest.processor["max_pixels"], manifest.most_visual_tokens >= tokens) == (pixels, True)

@@ -22,7 +22,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.export.weights.quantised_weights import Requantised
 from support.models.quantised_checkpoints import Layout, Made
 from support.models.stored_matrices import stored_matrices
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.programs.slow_cases import every, slow_except
 from support.references.picture_prompts import reference_inputs
 from support.references.steps import QUESTION, ask
@@ -137,8 +137,7 @@ def test_every_matrix_is_exactly_the_checkpoints(
 
 
 def export(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
-    done = run("sinkprune-export", folder, "-o", output, "--budgets", "retain-64", "--json", *options)
-    assert done.code == 0, done.stderr
+    done = succeed("sinkprune-export", folder, "-o", output, "--budgets", "retain-64", "--json", *options)
     return json.loads(done.stdout), done.stderr
 
 

@@ -20,7 +20,7 @@ from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.export.weights import PRECISIONS, chosen_forms
 from support.models.stored_matrices import initializers, stored_matrices
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 
 PAGE = 4096
 
@@ -135,9 +135,9 @@ def test_uint4_is_not_for_tensorrt(option: str, checkpoint: Callable[[str], Path
     refused = run(*export, option, "uint4", "--dialect", "opset20")
     assert_refused(refused, "takes no zero points", f"Export with {option} int4", "--dialect opset24")
     assert not (tmp_path / "bundle").exists()
-    assert run(*export, option, "uint4", "--precision", "fp16").code == 0
+    succeed(*export, option, "uint4", "--precision", "fp16")
     build = ("sinkprune-build", tmp_path / "bundle", "-o", tmp_path / "engines")
     refused = run(*build, "--target", "tensorrt-rtx", "--sm", "86")
     assert_refused(refused, "has uint4 weights, and tensorrt-rtx takes no zero points", f"opset24 {option} int4")
     assert not (tmp_path / "engines").exists()
-    assert run(*build, "--target", "onnxruntime").code == 0
+    succeed(*build, "--target", "onnxruntime")

@@ -34,7 +34,7 @@ from support.models.bags import (
     typestore,
     write_bag,
 )
-from support.programs.commands import Outcome, assert_refused, own_process, run
+from support.programs.commands import Outcome, assert_refused, own_process, run, succeed
 from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages
 
 
@@ -59,8 +59,7 @@ def test_every_answer_has_its_frame_s_time_and_the_pipeline_s_text(
     model: Path, bag: Path, pictures: list[Image.Image], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.mcap"
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--budget", "retain-64", "-o", out)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-replay", model, bag, *QUESTION, "--budget", "retain-64", "-o", out)
     pipeline, found = Pipeline.load(model), messages(out)
     times = [START_NS + number * PERIOD_NS for number in range(COUNT)]
     stamps = {topic: [time for time, _ in said] for topic, said in found.items()}
@@ -113,11 +112,10 @@ def test_frames_are_counted_in_the_json_and_in_the_metadata(
     bag = write_bag(tmp_path / "bag", said, "sqlite3")
     out = tmp_path / "out.mcap"
     choice = ("--choice", "the cup", "--choice", "the table")
-    outcome = run(
+    outcome = succeed(
         *("sinkprune-replay", model, bag, *QUESTION[:4], *choice, "-o", out, "--json"),
         *("--start", "0.2", "--end", "1.6", "--max-rate", "5", "--limit", "4"),
     )
-    assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
     assert report["frames"] == {"total": 20, "answered": 3, "failed": 1, "skipped": 3, "outside": 5, "after_limit": 8}
     (failure,) = report["failures"]
@@ -145,8 +143,7 @@ def test_a_bag_that_is_cut_off_is_answered_up_to_there(model: Path, tmp_path: Pa
     (folder / "metadata.yaml").unlink()
     more = next(write_bag(tmp_path / "more", said).glob("*.mcap")).read_bytes()
     (folder / "drive_1.mcap").write_bytes(more[: len(more) // 2])
-    outcome = run("sinkprune-replay", model, folder, *QUESTION, "-o", tmp_path / "out.mcap", "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-replay", model, folder, *QUESTION, "-o", tmp_path / "out.mcap", "--json")
     report = json.loads(outcome.stdout)
     assert report["frames"]["answered"] == report["frames"]["total"] == 3
     assert "drive_1.mcap" in report["damage"] and "is cut off" in report["damage"]
@@ -207,14 +204,13 @@ def test_a_replay_that_is_killed_goes_on(words: tuple[object, ...], tmp_path: Pa
     with journal.open("ab") as file:
         file.write(b'{"number": 2, "time_')
     assert_refused(run(*words, "--limit", "3"), "answers of another replay: different frames")
-    outcome = run(*words, "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed(*words, "--json")
     assert "goes on after 2 frames" in outcome.stderr
     report = json.loads(outcome.stdout)
     assert report["resumed"] == 2 and report["frames"]["answered"] == COUNT
     assert not journal.exists()
     assert_refused(run(*words, "--limit", 1), "exists already", "--force")
-    assert run(*words, "-o", whole).code == 0
+    succeed(*words, "-o", whole)
     ours, theirs = messages(out), messages(whole)
     for topic in (ANSWER, OVERLAY):
         assert [(time, message.data) for time, message in ours[topic]] == [

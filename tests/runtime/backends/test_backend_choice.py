@@ -17,7 +17,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.runtime.backends import known, load_backend
 from sinkprune.runtime.backends.known import quickest_backend
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.references.steps import QUESTION, ask
 
 PAIR = "ort-cpu+openvino"
@@ -79,12 +79,12 @@ def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
     bundle: Bundles, photo_file: Path, tmp_path: Path
 ) -> None:
     root, engines = bundle("gqa-112", weights="int8"), tmp_path / "engines"
-    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
+    succeed("sinkprune-build", root, "-o", engines, "--target", "onnxruntime")
     nodes = onnx.load(next((engines / "engines").glob("head*")), load_external_data=False).graph.node
     levels = {a.i for node in nodes if node.op_type == "MatMulNBits" for a in node.attribute if "level" in a.name}
     assert levels == {4}
     question = (root, "--image", photo_file, "--prompt", QUESTION, "--engines", engines)
-    assert run("sinkprune-run", *question, "--max-new-tokens", 1).code == 0
+    succeed("sinkprune-run", *question, "--max-new-tokens", 1)
     assert_refused(
         run("sinkprune-run", *question, "--compute", "fp32"), "engines for onnxruntime are built to be fastest"
     )

@@ -17,7 +17,7 @@ from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 
@@ -128,7 +128,7 @@ def test_a_command_refuses_other_engines_and_names_the_limits_and_the_check_that
 ) -> None:
     build, target = ("sinkprune-build", small.path, "-o", tmp_path / "engines"), ("--target", "onnxruntime")
     words = ("--max-prompt", 128, "--max-new-tokens", 64, "--check", photo_file)
-    assert run(*build, *target, *words).code == 0
+    succeed(*build, *target, *words)
     ask = ("--engines", tmp_path / "engines", "--image", photo_file, "--prompt", "What?")
     told = f"{bundle('gqa-112')} -o {tmp_path / 'engines'} --target onnxruntime"
     assert_refused(
@@ -136,7 +136,7 @@ def test_a_command_refuses_other_engines_and_names_the_limits_and_the_check_that
         "another bundle",
         f"{told} --max-prompt 128 --max-new-tokens 64 --check PICTURE --force",
     )
-    assert run(*build, *target, "--force").code == 0
+    succeed(*build, *target, "--force")
     assert_refused(run("sinkprune-run", bundle("gqa-112"), *ask), "another bundle", "--target onnxruntime --force")
     # They hold matrices as they are packed for what the processor can do.
     engines = read_engines(tmp_path / "engines")

@@ -17,7 +17,7 @@ from sinkprune import ActionCosts, ActionReport, Policy, overlay, write_costs
 from sinkprune.deadlines.costs import cache_file
 from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.models.manifests import name_cameras
-from support.programs.commands import Outcome, assert_refused, run
+from support.programs.commands import Outcome, assert_refused, interrupt_after, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
@@ -191,20 +191,13 @@ def test_what_ends_the_command_leaves_the_chunks_so_far(
     damaged: bool, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, or a frame that cannot be read."""
-    left, plain = iter(range(2)), Policy.act
-
-    def interrupted(*given: Any, **options: Any) -> ActionReport:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return plain(*given, **options)
-
     for camera in CAMERAS:
         shutil.copytree(folder / camera, tmp_path / camera)
     if damaged:
         frame = tmp_path / "wrist" / "2.png"
         frame.write_bytes(frame.read_bytes()[:5000])
     else:
-        monkeypatch.setattr(Policy, "act", interrupted)
+        monkeypatch.setattr(Policy, "act", interrupt_after(2, Policy.act))
     report, kept = tmp_path / "x.json", tmp_path / "x.interrupted.json"
     report.write_text("precious")
     outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=CAMERAS)

@@ -19,7 +19,7 @@ from sinkprune import Answer, Pipeline, Stream
 from sinkprune.runtime.commands import run as command
 from sinkprune.runtime.steps.answer import PARTS
 from sinkprune.runtime.system import usable_cores
-from support.programs.commands import assert_refused, run
+from support.programs.commands import Terminal, assert_refused, run, succeed
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
@@ -48,12 +48,11 @@ def test_run_prints_the_answer_and_writes_it_as_json(bundle: Bundles, photo_file
 
 def test_profile_report_has_every_field_and_adds_up(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
     report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
-    outcome = run(
+    outcome = succeed(
         "sinkprune-profile",
         *(bundle("mha-336"), "--image", photo_file, *ASK, "--budgets", "retain-128,retain-64"),
         *("--new-tokens", 3, "--repeat", 3, "--json", report_file, "--plot", plot),
     )
-    assert outcome.code == 0
     assert "retain-64" in outcome.stdout
     with Image.open(plot) as drawn:
         assert drawn.width > 800
@@ -135,8 +134,7 @@ def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file:
     ask = ("sinkprune-run", bundle("mha-336"), "--image", photo_file, *ASK, "--max-new-tokens", 2, "--threads")
     assert "note:" not in run(*ask, 1, "--seed", 1, "--temperature", 0.5).stderr
     cores = usable_cores()
-    noted = run(*ask, cores + 1, "--seed", 1, "--top-p", 0.9)
-    assert noted.code == 0
+    noted = succeed(*ask, cores + 1, "--seed", 1, "--top-p", 0.9)
     *_, options, threads = noted.stderr.splitlines()
     assert options.startswith("note: --seed and --top-p changed nothing") and f"Give --threads {cores}." in threads
 
@@ -191,13 +189,6 @@ def test_images_stand_where_the_prompt_has_places(
 
 
 OUTPUT = "a\x1b[2Jb\n\tc\r\x9b1m"
-
-
-class Terminal(io.StringIO):
-    """A stream that reports to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, OUTPUT), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])

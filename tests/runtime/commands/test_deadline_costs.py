@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -13,7 +13,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.deadlines.options import late_line
 from sinkprune.runtime.steps.request import Request
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, interrupt_after, run, succeed
 
 Bundles = Callable[..., Path]
 
@@ -28,14 +28,11 @@ def ask(bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_missing_costs_are_an_error_before_anything_is_loaded(
     ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pipeline, "measure_costs", interrupted)
+    monkeypatch.setattr(Pipeline, "measure_costs", interrupt_after(0, Pipeline.measure_costs))
     outcome = run(*ask, "--warm-up")
     assert outcome.code == 130
     assert outcome.stderr.endswith("interrupted; no costs were kept: they need all rounds of the measurement.\n")
-    monkeypatch.setattr(Pipeline, "load", interrupted)
+    monkeypatch.setattr(Pipeline, "load", interrupt_after(0, Pipeline.load))
     assert_refused(run(*ask), "are not known. Measure them", "--warm-up", "--costs FILE.json")
     assert_refused(run(*ask, "--costs", tmp_path / "none.json"), "none.json")
 
@@ -43,7 +40,7 @@ def test_missing_costs_are_an_error_before_anything_is_loaded(
 def test_the_first_request_of_the_process_does_not_count(
     ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(*ask, "--warm-up").code == 0
+    succeed(*ask, "--warm-up")
     asked, answer = list[Request](), Pipeline.answer
 
     def noting(pipeline: Pipeline, request: Request, *more: Any) -> Any:
@@ -51,8 +48,7 @@ def test_the_first_request_of_the_process_does_not_count(
         return answer(pipeline, request, *more)
 
     monkeypatch.setattr(Pipeline, "answer", noting)
-    outcome = run(*ask, "--regex", "[a-z]+")
-    assert outcome.code == 0, outcome.stderr
+    succeed(*ask, "--regex", "[a-z]+")
     # The request itself is checked before.
     checked, first, counted = asked
     assert vars(checked) | {"pictures": ()} == vars(counted) | {"pictures": ()}
@@ -66,7 +62,7 @@ def test_a_picture_of_one_token_is_answered_unpruned(ask: tuple[Any, ...], bundl
     Image.new("RGB", (28, 28)).save(tmp_path / "tiny.png")
     small = bundle("qwen", "fp32", ("prune-66.7",))
     words = ("sinkprune-run", small, "--image", tmp_path / "tiny.png", *ask[4:])
-    assert run(*words, "--warm-up").code == 0
+    succeed(*words, "--warm-up")
     # By the costs that the first command kept.
     outcome = run(*words)
     assert outcome.code == 0 and "[none] TTFT" in outcome.stdout, (outcome.stdout, outcome.stderr)

@@ -25,7 +25,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.serving import command as serve
-from support.programs.commands import assert_refused, own_process, run
+from support.programs.commands import assert_refused, own_process, run, succeed
 
 
 @contextmanager
@@ -129,8 +129,7 @@ def test_engines_that_take_no_later_rows_are_served_without_a_session(
     monkeypatch.setattr(OrtBackend, "resumes", False)
     words = ("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0)
     for options, told in (((), True), (("--session-mb", 0), False)):
-        outcome = run(*words, *options)
-        assert outcome.code == 0
+        outcome = succeed(*words, *options)
         assert ("note: nothing is kept between requests (--session-mb), because" in outcome.stderr) == told
 
 

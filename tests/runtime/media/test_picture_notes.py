@@ -19,7 +19,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
 from sinkprune.runtime.media.picture_warnings import scaled_down
-from support.programs.commands import run
+from support.programs.commands import succeed
 
 FIRST = "the model sees the first of 3 frames. Give frames as files of their own."
 COLOURS = ("red", "lime", "blue")
@@ -142,8 +142,7 @@ def test_commands_print_one_line_for_each_file_and_size(
     files = [animated(tmp_path / "anim.gif"), *(tmp_path / f"{name}.png" for name in seen)]
     words = [word for file in files for word in ("--image", file)]
     root = bundle("gqa-112", budgets=("retain-64",), max_images=5)
-    outcome = run(command, root, *words, "--prompt", "What is this?", *options)
-    assert outcome.code == 0
+    outcome = succeed(command, root, *words, "--prompt", "What is this?", *options)
     for name, said in (
         ("anim.gif", FIRST),
         ("depth.png", "16 bits a channel were scaled to 8. The largest value is now 16 of 255."),

@@ -23,7 +23,7 @@ from support.models.clips import VIDEO_BUDGETS, frames
 from support.models.qwen_towers import features
 from support.models.small_models import CLIPS_IN_ONE_PIECE
 from support.models.video_files import write_video
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, run, succeed
 from support.references.steps import QUESTION, deepstack_output, patch_grid, tower_output
 
 Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
@@ -122,8 +122,7 @@ def test_the_commands_take_a_video_file(
     root, kept = bundle(name, "fp32", VIDEO_BUDGETS, max_frames=8), tmp_path / "kept.png"
     arguments = ("--video", video, "--prompt", "What happens?")
     options = ("--budget", "prune-80", "--json", "--max-new-tokens", 2, "--overlay", kept)
-    outcome = run("sinkprune-run", root, *arguments, *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-run", root, *arguments, *options)
     answer = json.loads(outcome.stdout)
     # 2 seconds at 10 frames: 4 shown, 2 groups
     tokens = 2 * TOKENS[name]
@@ -132,10 +131,7 @@ def test_the_commands_take_a_video_file(
     with Image.open(kept) as drawn:
         assert drawn.width == 2 * 1100 + 12
     if name == "qwen":
-        outcome = run(
-            "sinkprune-profile", root, *arguments, "--budgets", "prune-80", "--repeat", 1, "--new-tokens", 2
-        )
-        assert outcome.code == 0, outcome.stderr
+        succeed("sinkprune-profile", root, *arguments, "--budgets", "prune-80", "--repeat", 1, "--new-tokens", 2)
         assert_refused(run("sinkprune-run", root, "--video", tmp_path / "none.mp4", *arguments[2:]), "no such file")
         # Whatever the file is, and also where no package reads videos.
         for path in (video, tmp_path / "none.mp4"):

@@ -31,7 +31,7 @@ from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from sinkprune.runtime.steps.answer import OF_TTFT, PARTS
 from support.models.manifests import manifest_data, write_data
-from support.programs.commands import run, without_notes, wrote
+from support.programs.commands import interrupt_after, run, succeed, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import install_tegrastats
 
@@ -135,10 +135,10 @@ def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
 
 @pytest.mark.parametrize("complete", [0, 2])
 def test_an_interrupted_command_reports_the_complete_rounds(
-    complete: int, bundle: Bundles, photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
+    complete: int, bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two budgets, a round of warm-up, and one run of the next round.
-    interrupt_after(2 * (1 + complete) + 1)
+    monkeypatch.setattr(Pipeline, "generate", interrupt_after(2 * (1 + complete) + 1, Pipeline.generate))
     report_file = tmp_path / "x.json"
     options = ("--budgets", "retain-64", "--repeat", 4, "--new-tokens", 2, "--json", report_file)
     outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, "--prompt", "What?", *options)
@@ -226,8 +226,7 @@ def test_joules_are_told_for_every_budget(
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.AGX_ORIN])
     report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
     ask = ("--image", photo_file, *POWER, "--repeat", 2, "--power", "--json", report_file, "--plot", plot)
-    outcome = run("sinkprune-profile", bundle("mha-336"), *ask)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-profile", bundle("mha-336"), *ask)
     watts, report = 3.150 + 14.312 + 4.968, json.loads(report_file.read_text())
     power = report["power"]
     assert (power["sensor"], power["failure"]) == ("tegrastats", None)

@@ -13,7 +13,7 @@ from PIL import Image
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.sensors import read_conditions
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, interrupt_after, run, succeed
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import install_tegrastats
 
@@ -88,10 +88,10 @@ def test_budgets_follow_each_other_at_the_rate(
 
 
 def test_an_interrupted_command_reports_the_answers_so_far(
-    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, interrupt_after: Callable[..., None]
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A warm-up of each budget, ten frames of the first, and one of the second.
-    interrupt_after(13)
+    monkeypatch.setattr(Pipeline, "generate", interrupt_after(13, Pipeline.generate))
     written, moved = tmp_path / "x.json", tmp_path / "x.interrupted.json"
     written.write_text("precious")
     options = ("--rate", 5, "--duration", 2, "--warmup-rounds", 1, "--json", written)
@@ -126,8 +126,7 @@ def test_the_command_writes_and_draws_a_rate(
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR, boards.THOR_IDLE])
     report_file, plot = tmp_path / "rate.json", tmp_path / "rate.png"
     options = ("--rate", 10, "--duration", 1, "--power", "--idle", 1, "--json", report_file, "--plot", plot)
-    outcome = run("sinkprune-profile", bundle("gqa-112"), "--frames", frames, *ASK, *options)
-    assert outcome.code == 0, outcome.stderr
+    outcome = succeed("sinkprune-profile", bundle("gqa-112"), "--frames", frames, *ASK, *options)
     assert "Of fewer than 20 answers, p95 and p99 are close to the slowest." in outcome.stdout
     assert "joules by tegrastats (VIN of this board), a reading every " in outcome.stdout
     report = json.loads(report_file.read_text())

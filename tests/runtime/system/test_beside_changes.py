@@ -17,7 +17,7 @@ from sinkprune.contract.manifest import EMBEDDING
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from support.models.heads_of_64 import CONFIG, export_random
-from support.programs.commands import run
+from support.programs.commands import succeed
 from support.programs.slow_cases import each_once
 
 Bundles = Callable[..., Path]
@@ -82,8 +82,7 @@ def test_no_file_stays_mapped(weights: WeightsName, backend: str, bundle: Bundle
 
 def test_engines_for_openvino_are_not_read_again(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
-    outcome = run("sinkprune-build", bundle("gqa-112", "fp32", BUDGETS), "-o", engines, "--target", "openvino")
-    assert outcome.code == 0, outcome.stderr
+    succeed("sinkprune-build", bundle("gqa-112", "fp32", BUDGETS), "-o", engines, "--target", "openvino")
     loaded = Pipeline.load(engines)
     expected = answers(loaded, photo)
     assert not mapped(engines)

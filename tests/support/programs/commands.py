@@ -1,4 +1,4 @@
-"""Runs the commands by their entry points, parses their options, kills them, and asserts refusals."""
+"""Runs the commands by their entry points, parses their options, kills them, and asserts success and refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -53,8 +54,15 @@ def run(command: str, *arguments: object) -> Outcome:
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
 
 
+def succeed(command: str, *arguments: object) -> Outcome:
+    """Run a command that must end with exit code 0."""
+    outcome = run(command, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
+
+
 class Terminal(io.StringIO):
-    """A stderr that is a terminal."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -80,6 +88,18 @@ def assert_refused(outcome: Outcome, *said: str) -> None:
     assert message.count("\n") == 1
     for words in said:
         assert words in outcome.stderr
+
+
+def interrupt_after(calls: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, in which Ctrl-C is pressed after so many calls."""
+    left = iter(range(calls))
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return function(*given, **options)
+
+    return interrupted
 
 
 def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> None:
