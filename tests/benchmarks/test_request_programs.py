@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -45,8 +44,6 @@ def test_frozen_selects_keep_what_they_kept_last(
     found = pipeline.generate(photo, SECOND, **options)
     assert kept_sets(found) == kept_sets(first) != kept_sets(second)
     assert found.kv_bytes == second.kv_bytes
-    for layer, kept in found.images[0].after_stage.items():
-        np.testing.assert_array_equal(kept, first.images[0].after_stage[layer])
 
 
 @pytest.mark.parametrize(("backend", "sizes"), [("ort-cpu", {4}), ("openvino", {2, 4})])

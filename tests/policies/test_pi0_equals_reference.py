@@ -29,6 +29,7 @@ from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION, Pi0Reference, frames, masked_chunk, masked_prefix, sanitized_rows
 from support.references.pi05 import Pi05Reference, state_text
 from support.references.reference import one_stage
+from support.references.steps import tower_output
 
 Bundles = Callable[..., Path]
 Policies = Callable[..., Policy]
@@ -179,15 +180,9 @@ def test_pruned_chunks_equal_the_reference_with_masked_tokens(
     np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
 
 
-def tower_outputs(policy: Policy, seen: list[Image.Image]) -> list[tuple[Array, Array, Array]]:
+def tower_outputs(policy: Policy, seen: list[Image.Image]) -> list[tuple[Array, ...]]:
     """Tokens, norms and salience of each camera, as the policy's tower rounds them: some tokens are nearly alike."""
-    chain, found = policy._model.chain, []
-    for frame in seen:
-        given = policy._model.family.inputs(frame)
-        outputs = chain.vision({name: chain.backend.tensor(value) for name, value in given.items()})
-        tokens, norms, salience = (chain.backend.numpy(outputs[name])[0] for name in ("tokens", "norms", "salience"))
-        found.append((tokens.copy(), norms.copy(), salience.copy()))
-    return found
+    return [tuple(array[0].copy() for array in tower_output(policy._model, frame)) for frame in seen]
 
 
 def test_held_actions_have_the_time_0_of_their_training(

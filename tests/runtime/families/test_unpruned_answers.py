@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -25,8 +24,8 @@ from support.models.small_models import (
 )
 from support.programs.slow_cases import each_once
 from support.references.picture_prompts import clip_inputs, reference_inputs
-from support.references.steps import QUESTION, ask, watched
-from support.references.transformers_runs import greedy_answer
+from support.references.steps import QUESTION, watched
+from support.references.transformers_runs import assert_equals_transformers
 
 Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
 
@@ -52,16 +51,10 @@ OF_INTERNVL: dict[str, Any] = {"budgets": INTERNVL_BUDGETS, "max_frames": 8}
 
 def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeline, picture: Any, count: int) -> None:
     """Assert that logits, tokens and text of an answer of `count` tokens are those of transformers."""
-    expected = greedy_answer(model, inputs, count)
-    answer, logits = ask(pipe, picture, "none", count)
-    length = inputs["input_ids"].shape[1]
-    new = expected.sequences[0, length:].tolist()
-    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
-    assert answer.token_ids == new
+    answer = assert_equals_transformers(model, inputs, pipe, picture, QUESTION, count)
     # An answer that is cut within a character ends before it.
-    text = AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    text = AutoTokenizer.from_pretrained(folder).decode(answer.token_ids, skip_special_tokens=True)
     assert text.startswith(answer.text) and not text[len(answer.text) :].strip("\ufffd")
-    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
 
 
 @pytest.mark.parametrize(("name", "size"), IMAGES, ids=str)

@@ -21,7 +21,7 @@ from support.references.pruned_prompts import sanitized
 from support.references.reference import one_stage
 from support.references.same_answers import kept_sets
 from support.references.steps import QUESTION, ask, patch_grid
-from support.references.transformers_runs import greedy_answer
+from support.references.transformers_runs import assert_equals_transformers
 
 Models, Folders, Pipelines = Callable[[str], Any], Callable[[str], Path], Callable[..., Pipeline]
 
@@ -48,12 +48,7 @@ def test_greedy_text_and_logits_equal_transformers(
 ) -> None:
     images = images_of(name, photo)
     inputs = reference_inputs(name, checkpoint(name), images, pieces)
-    expected = greedy_answer(model(name), inputs, NEW_TOKENS)
-    answer, logits = ask(pipe(name), images, "none", NEW_TOKENS, pieces)
-    length = inputs["input_ids"].shape[1]
-    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
-    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
-    assert answer.token_ids == expected.sequences[0, length:].tolist()
+    assert_equals_transformers(model(name), inputs, pipe(name), images, pieces, NEW_TOKENS)
 
 
 @torch.no_grad()
@@ -108,10 +103,8 @@ def test_pruned_equals_the_masked_full_sequence(
     expected, survivors = masked_by_hand(model(name), pipe(name), images, budget, answer.token_ids[:-1])
     kept = [{layer: rows.tolist() for layer, rows in image.after_stage.items()} for image in answer.images]
     assert kept == survivors
-    compact = "compact" in budget
-    assert np.abs((logits - expected)[: 1 if compact else None]).max() < 1e-3
-    if not compact:
-        assert answer.token_ids == likeliest(expected, pipe(name).bundle.manifest.tokens.stop)
+    assert np.abs(logits - expected).max() < 1e-3
+    assert answer.token_ids == likeliest(expected, pipe(name).bundle.manifest.tokens.stop)
 
 
 @pytest.mark.parametrize("name", slow_except({"gqa-112", "qwen"}, SIZES))

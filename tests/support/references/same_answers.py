@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import ActionReport, Pipeline
 from sinkprune.runtime.steps.answer import Answer
 from support.references.steps import watched
 
@@ -20,12 +22,17 @@ def asked(pipeline: Pipeline, photo: Image.Image, **options: object) -> tuple[An
     return steps.answer, [np.array(logits, np.float32) for logits in steps.logits]
 
 
-def kept_sets(answer: Answer) -> list[list[int]]:
-    kept = answer.kept
-    return [kept.index.ravel().tolist(), *(rows.tolist() for _, rows in sorted(kept.after_stage.items()))]
+def kept_sets(answer: Answer | ActionReport) -> list[list[Any]]:
+    """What the sanitizer and each stage kept of each picture, in lists as JSON has them."""
+    return [
+        [kept.index.tolist(), [[layer, rows.tolist()] for layer, rows in sorted(kept.after_stage.items())]]
+        for kept in answer.images
+    ]
 
 
-def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options: object) -> None:
+def assert_equal(
+    ours: Pipeline, theirs: Pipeline, photo: Image.Image, *, tolerance: float = 1e-3, **options: object
+) -> None:
     """The same kept sets, tokens and counts; the same norms, salience and logits but for the last digits."""
     (answer, logits), (expected, expected_logits) = (asked(pipe, photo, **options) for pipe in (ours, theirs))
     assert kept_sets(answer) == kept_sets(expected)
@@ -33,7 +40,7 @@ def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options
     np.testing.assert_allclose(answer.kept.norms, expected.kept.norms, rtol=1e-4)
     np.testing.assert_allclose(answer.kept.salience, expected.kept.salience, rtol=1e-3, atol=1e-6)
     for own, other in zip(logits, expected_logits, strict=True):
-        assert np.abs(own - other).max() < 1e-3 * np.abs(other).max()
+        assert np.abs(own - other).max() < tolerance * np.abs(other).max()
 
 
 def assert_equal_at_both_ends(ours: Pipeline, theirs: Pipeline, photo: Image.Image) -> None:

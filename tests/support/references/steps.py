@@ -13,6 +13,7 @@ from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family, TowerInput
 from sinkprune.runtime.families.qwen_processor import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.hooks import Observer
+from sinkprune.runtime.loading import LoadedModel
 from sinkprune.runtime.media.frame import Picture
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture
@@ -75,7 +76,7 @@ def ask(
     return steps.answer, np.stack(steps.logits)
 
 
-def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Array]:
+def tower_output(pipeline: Pipeline | LoadedModel, picture: Picture) -> tuple[Array, Array, Array]:
     """Tokens [G,N,D], norms and salience [G,N] that the graph `vision` gives of a picture."""
     given = _vision(pipeline, picture)
     return given["tokens"], given["norms"], given["salience"]
@@ -87,8 +88,8 @@ def deepstack_output(pipeline: Pipeline, picture: Picture) -> Array | None:
     return np.stack(np.split(given["deepstack"], 3, axis=-1)) if "deepstack" in given else None
 
 
-def _vision(pipeline: Pipeline, picture: Picture) -> dict[str, Array]:
-    backend, inputs = pipeline.backend, pipeline.family.inputs(picture)
+def _vision(pipeline: Pipeline | LoadedModel, picture: Picture) -> dict[str, Array]:
+    backend, inputs = pipeline.chain.backend, pipeline.family.inputs(picture)
     given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     return {name: backend.numpy(tensor) for name, tensor in given.items()}
 

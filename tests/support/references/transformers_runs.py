@@ -1,4 +1,4 @@
-"""What transformers answers, and the attention of its decoder layers."""
+"""What transformers answers, that an answer equals it, and the attention of its decoder layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from sinkprune import Pipeline
+from sinkprune.runtime.steps.answer import Answer
+from support.references.steps import ask
 
 
 def greedy_answer(model: Any, inputs: Mapping[str, Any], new_tokens: int) -> Any:
@@ -21,6 +25,18 @@ def greedy_answer(model: Any, inputs: Mapping[str, Any], new_tokens: int) -> Any
             output_logits=True,
             return_dict_in_generate=True,
         )
+
+
+def assert_equals_transformers(
+    model: Any, inputs: Mapping[str, Any], pipe: Pipeline, pictures: Any, question: Any, count: int
+) -> Answer:
+    """Assert that logits and tokens of an unpruned answer of `count` tokens are those of transformers; return it."""
+    expected, length = greedy_answer(model, inputs, count), inputs["input_ids"].shape[1]
+    answer, logits = ask(pipe, pictures, "none", count, question)
+    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
+    assert answer.token_ids == expected.sequences[0, length:].tolist()
+    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
+    return answer
 
 
 Array = np.ndarray[Any, Any]

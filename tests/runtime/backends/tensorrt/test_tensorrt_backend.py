@@ -18,6 +18,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from support.programs.slow_cases import each_once
+from support.references.same_answers import assert_equal
 from support.references.steps import QUESTION, ask
 from support.stand_ins.fake_tensorrt import (
     ACTIVATIONS,
@@ -49,11 +50,6 @@ def engines(small: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(small: Bundle, engines: Path) -> Rig:
-    return Rig(small, engines)
-
-
-@pytest.fixture
 def in_dialect(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str], Rig]:
     """A rig with engines of a bundle in a dialect."""
 
@@ -68,19 +64,10 @@ def test_answers_and_logits_are_those_of_onnxruntime(
     rig = in_dialect(dialect)
     rig.device.has_graphs = has_graphs
     reference = Pipeline.load(rig.pipeline.bundle.path, check_sums=False)
-    budgets = ["none", "retain-64", "retain-64+compact"]
-    expected = {budget: ask(reference, photo, budget, NEW_TOKENS) for budget in budgets}
     # Budgets take turns, as in a robot's frames: eager, captured, replayed.
-    for turn in range(3):
-        for budget in budgets:
-            answer, logits = ask(rig.pipeline, photo, budget, NEW_TOKENS)
-            wanted, wanted_logits = expected[budget]
-            assert answer.token_ids == wanted.token_ids
-            assert answer.tokens_per_layer == wanted.tokens_per_layer
-            np.testing.assert_allclose(logits, wanted_logits, atol=1e-5, err_msg=f"{budget}, turn {turn}")
-            np.testing.assert_array_equal(answer.kept.index, wanted.kept.index)
-            for layer, places in wanted.kept.after_stage.items():
-                np.testing.assert_array_equal(answer.kept.after_stage[layer], places)
+    for _ in range(3):
+        for budget in ("none", "retain-64", "retain-64+compact"):
+            assert_equal(rig.pipeline, reference, photo, tolerance=1e-5, budget=budget)
     assert ("replay" in rig.device.calls) == has_graphs
 
 
