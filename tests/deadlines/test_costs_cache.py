@@ -16,6 +16,7 @@ from PIL import Image
 from sinkprune import CostsWarning, Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.deadlines.costs import Costs, RecentRatios, cache_costs, cache_file
+from sinkprune.deadlines.options import first_budgets
 from sinkprune.runtime.profiling import other_load
 from sinkprune.runtime.profiling.other_load import OtherLoad
 from support.programs.commands import run
@@ -131,6 +132,25 @@ def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pip
     # Then the machine gets ten times as slow as at its slowest.
     cache_costs(replace(cached, recent=RecentRatios((first, second, 10 * first), (1.0,))))
     assert json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"]["slower"] > 10 * first
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
+def test_first_prefills_correct_no_expected_time(backend: str, bundle: Bundles, photo: Image.Image) -> None:
+    """`Chain.first_uses` counts what makes a request slow: loading, a first prefill, on openvino each new length."""
+    Pipeline.load(bundle("gqa-112"), backend=backend).warm_up(photo, "What?", seconds=0.0)
+    later = Pipeline.load(bundle("gqa-112"), backend=backend)
+    later.load_plans("sinkpruner")
+    ratios = list[int]()
+    asked = (("What?", "none"), ("What?", "none"), ("What is it?", "none"), ("What?", "retain-64"), ("What?", "none"))
+    for question, budget in asked:
+        later.generate(photo, question, budget=budget, deadline_ms=60_000, max_new_tokens=1)
+        ratios.append(len(later._history_of(costs_of(later)).recent.first))
+    compiles = backend == "openvino"
+    assert ratios == ([0, 1, 1, 1, 2] if compiles else [0, 1, 2, 3, 4])
+    # What a command runs before its deadline counts.
+    layouts = [*later.family.largest().values()]
+    first = first_budgets(later.bundle.manifest, later.backend, "sinkpruner", "retain-64", layouts)
+    assert first == (["retain-64", "retain-32"] if compiles else ["retain-32"])
 
 
 @pytest.mark.parametrize(

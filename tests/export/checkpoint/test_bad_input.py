@@ -1,4 +1,4 @@
-"""Every wrong export ends with one message, and leaves nothing half-written."""
+"""Every wrong export ends with one message, and leaves nothing half-written; nor does one that is killed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.source import ExportRequest
 from support.models.published_configs import with_value
-from support.programs.commands import assert_refused, own_process, run
+from support.programs.commands import assert_refused, kill_when, left, own_process, run, succeed
 
 Checkpoints = Callable[[str], Path]
 
@@ -188,3 +189,24 @@ def test_what_is_read_is_not_written_into(checkpoint: Checkpoints, bundle: Calla
     built = run("sinkprune-build", read, "-o", output, "--target", "onnxruntime")
     assert_refused(built, f"'{output}' lies within '{read}'")
     assert not (source / "bundle.json").exists() and not output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(".out.partial/new/graphs/weights/*.bin", marks=pytest.mark.slow),
+        ".out.partial/new/bundle.json",
+        pytest.param(".out.partial/old", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_leaves_a_whole_bundle(moment: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    output, source = tmp_path / "out", checkpoint("gqa-112")
+    succeed("sinkprune-export", source, "-o", output, "--budgets", "retain-64")
+    again = (source, "-o", output, "--budgets", "retain-32", "--force")
+    kill_when(moment, tmp_path, "sinkprune-export", *again)
+    found = read_bundle(output)
+    found.verify()
+    assert list(found.manifest.budgets) in (["retain-64"], ["retain-32"])
+    succeed("sinkprune-export", *again)
+    read_bundle(output).verify()
+    assert left(output) == []

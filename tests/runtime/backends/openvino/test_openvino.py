@@ -33,15 +33,19 @@ from sinkprune.export.methods import METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
+from sinkprune.runtime.backends.kv_cache import ROOM
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import Cpu, Gpu, OpenVinoBackend
+from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
+from sinkprune.runtime.steps.scored_rows import logits_of_rows
 from sinkprune.runtime.system import trim_heap
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from support.models.small_models import INTERNVL_SHAPES, NEXT_SHAPES, QWEN_SHAPES, SHAPES
-from support.programs.commands import run
+from support.programs.commands import run, succeed
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
 from support.references.same_answers import asked, assert_alike, assert_equal, assert_equal_at_both_ends, options_of
+from support.references.steps import QUESTION, watched
 from support.stand_ins.processor_features import computes_in_bf16, fastest_floats
 
 NAMES = [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES]
@@ -216,10 +220,9 @@ def test_what_fp16_changes_is_little(form: str, bundle: Callable[..., Path], pho
 @pytest.mark.intel_gpu
 def test_engines_pass_the_gate(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
     root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
-    assert run("sinkprune-build", root, "-o", engines, "--target", "openvino").code == 0
+    succeed("sinkprune-build", root, "-o", engines, "--target", "openvino")
     ask = ("--image", photo_file, "--backend", GPU, "--compute", "fp32")
-    checked = run("sinkprune-check", root, engines, *ask)
-    assert checked.code == 0, checked.stderr
+    succeed("sinkprune-check", root, engines, *ask)
 
 
 SIZES = 150
@@ -343,6 +346,37 @@ def test_each_library_loads_its_graphs(bundle: Callable[..., Path], monkeypatch:
     assert shown[-1] == (len(shown) - 1, len(shown))
 
 
+def stepped(pipe: Pipeline, cache: KVCache, token: int) -> Any:
+    return pipe.backend.numpy(decode_one_token(pipe.chain, cache, pipe.embedding([token])[0]))
+
+
+@pytest.mark.parametrize("budget", ["retain-64+compact", "none"])
+def test_tokens_and_rows_after_them_have_the_logits_of_onnxruntime(
+    budget: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    """Of the graph `tokens`, where caches of segments grow at different tokens, and positions differ."""
+    root, ran = bundle("gqa-112", "fp32", ("retain-64+compact",)), list[str]()
+
+    def wrap(graph: str, engine: Any, backend: Any) -> Any:
+        return lambda inputs: (ran.append(graph), engine(inputs))[1]
+
+    names = PREFILL, "ort-cpu"
+    pipes = [Pipeline.load(root, backend=name, compute="fp32", check_sums=False, wrap=wrap) for name in names]
+    caches = [watched(pipe, photo, QUESTION, budget=budget, max_new_tokens=1).prefill.cache for pipe in pipes]
+
+    def compare(logits: Callable[[Pipeline, KVCache], Any]) -> None:
+        own, expected = map(logits, pipes, caches)
+        np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-4)
+
+    ran.clear()
+    for number in range(ROOM + 1):
+        compare(lambda pipe, cache, token=3 + number % 20: stepped(pipe, cache, token))  # type: ignore[misc]
+    assert ran.count("tokens") == ROOM + 1 and ran.count("decoder_0") == ROOM + 1
+    compare(lambda pipe, cache: list(logits_of_rows(pipe.chain, cache, pipe.embedding([5, 6, 9]))))
+    compare(lambda pipe, cache: stepped(pipe, cache, 7))
+    assert caches[0].next_positions == caches[1].next_positions
+
+
 def test_what_openvino_or_the_prefill_does_not_take_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
     loaded = list[str]()
 
@@ -355,7 +389,7 @@ def test_what_openvino_or_the_prefill_does_not_take_is_refused(bundle: Callable[
             Pipeline.load(bundle("gqa-112", dialect="opset20"), backend=backend, wrap=noted)
     assert loaded == 2 * ["vision", "projector"]
     root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
-    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime+openvino").code == 0
+    succeed("sinkprune-build", root, "-o", engines, "--target", "onnxruntime+openvino")
     with pytest.raises(EnginesError, match=r"hold one form of each decoder segment.* --backend ort-cpu\+openvino\.$"):
         Pipeline.load(engines, backend=PREFILL)
 
