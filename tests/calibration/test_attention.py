@@ -94,9 +94,9 @@ def test_it_is_what_transformers_attends_to_without_what_was_dropped(
         rows, kept = steps.rows, steps.answer.kept
         sequence = Sequence(
             pipe.backend.numpy(rows.hidden)[0],
-            rows.visual_rows.visual.tolist(),
+            rows.on_host.visual.tolist(),
             rows.text.tolist(),
-            rows.positions.rows if len(rows.positions.rows) > 1 else None,
+            rows.on_host.positions.rows if len(rows.on_host.positions.rows) > 1 else None,
             manifest.family,
         )
         with attentions(model(name)) as weights:

@@ -88,7 +88,7 @@ def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
     assert max(shapes["past_key_0"][2] for shapes in of_graph) == tight["decode"]["past_key_0"].max[2]
 
 
-BUDGETS = ("prune-77.8", "prune-88.9+raster")
+BUDGETS = ("prune-77.8", "prune-88.9+raster", "prune-88.9+bars")
 INSTRUCTION = "pick up the red cup"
 
 
@@ -108,6 +108,8 @@ def test_every_shape_of_a_policy_lies_in_an_optimisation_profile(
     state = list(policy.facts.state_mean)
     most = policy.act([photo] * 3, longest, state, steps=1).prompt_tokens
     chunks = [([photo] * 3, longest), ([photo, None, photo], INSTRUCTION), ([None, None, photo], "a")]
+    # Half of such a square is bars.
+    chunks.append(([photo.resize((160, 60))] * 3, INSTRUCTION))
     limits = resolved(opened.manifest, most)
     assert not shapes_sent.policy_shapes_outside_optimisation_profiles(opened, limits, chunks)
     tighter = resolved(opened.manifest, most - 1)

@@ -66,7 +66,7 @@ def assert_whole(
     session = Session(pipeline)
     for number, question in enumerate([*questions, *questions]):
         found = assert_as_alone(session, picture, question, towers=number > 0, **options)
-        assert (found.answer.reused_rows >= found.rows.visual_rows.visual[-1]) == (number > 0)
+        assert (found.answer.reused_rows >= found.rows.on_host.visual[-1]) == (number > 0)
     if isinstance(picture, Image.Image):
         session = Session(pipeline)
         for number, other in enumerate([picture, picture.rotate(180)]):
@@ -80,7 +80,7 @@ def reuses_pictures(found: Watched) -> bool:
 
 def text_before(found: Watched) -> int:
     """Return the number of rows before the first picture."""
-    return int(found.rows.visual_rows.visual[0])
+    return int(found.rows.on_host.visual[0])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_conversation_reuses_its_earlier_words(pipe: Pipeline, photo: Image.Im
         history += [("user", question), ("assistant", "A cup.")]
         reused.append(found.answer.reused_rows)
     # Each turn reuses the rows of the one before, but for the start of the answer.
-    assert 0 == reused[0] < found.rows.visual_rows.visual[-1] < reused[1] < reused[2] < found.rows.length
+    assert 0 == reused[0] < found.rows.on_host.visual[-1] < reused[1] < reused[2] < found.rows.length
 
 
 def test_what_differs_before_the_question_is_computed_anew(pipe: Pipeline, photo: Image.Image) -> None:

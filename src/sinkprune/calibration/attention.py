@@ -166,8 +166,8 @@ def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination:
     salient = [sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])] for kept in pictures]
     layers, alive = {}, np.arange(watch.rows.length)
     for number, segment in enumerate(loaded.bundle.manifest.segments):
-        visual = np.flatnonzero(np.isin(alive, watch.rows.visual_rows.visual))
-        sinks = is_sink[np.searchsorted(watch.rows.visual_rows.visual, alive[visual])]
+        visual = np.flatnonzero(np.isin(alive, watch.rows.on_host.visual))
+        sinks = is_sink[np.searchsorted(watch.rows.on_host.visual, alive[visual])]
         layer, tensors = segment[-1], watch.queries_and_keys.get(f"decoder_{number}")
         if tensors is not None:
             entropy, mean = text_attention(*tensors, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))

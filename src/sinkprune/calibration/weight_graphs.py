@@ -481,7 +481,7 @@ def _steps(
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections, lm.rope_factor)
-    cos, sin = rotary.tables(rows.positions.rows)
+    cos, sin = rotary.tables(rows.on_host.positions.rows)
     for segment in range(len(manifest.segments)):
         past = _no_past(manifest, segment, rows.length)
         own = added if segment == 0 else {}

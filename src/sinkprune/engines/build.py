@@ -192,7 +192,7 @@ def build_engines(
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}
-    small = SmallGraphs.of(bundle.manifest) if builder.small_graphs else SmallGraphs({}, {})
+    small = SmallGraphs.of(bundle.manifest, limits) if builder.small_graphs else SmallGraphs({}, {})
     total = len(profiles) + len(small.graphs)
     plan = EnginesManifest(
         format_version=FORMAT_VERSION,

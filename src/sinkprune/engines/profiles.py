@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import TOWER, Plan, is_tower
+from sinkprune.contract.budgets import BARLESS_TOWER, TOWER, Plan, is_tower
 from sinkprune.contract.checks import WholeNumber, counted
 from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.errors import BundleError, UsageError
@@ -128,23 +128,24 @@ class SmallGraphs(NamedTuple):
     """The smallest, usual and largest size of each dimension that differs."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> SmallGraphs:
+    def of(cls, manifest: Manifest, limits: Limits) -> SmallGraphs:
         """Return those that a bundle needs: its family's graphs of frames, if any, and others."""
-        family = load_family(manifest)
+        family, decoder = load_family(manifest), manifest.language_model
         form, largest = family.frame_form(), [*family.largest().values()]
         usual, most = largest[0].tokens, max(layout.all_tokens for layout in largest)
-        decoder, parts = manifest.language_model, max(layout.groups for layout in largest)
-        rows = max(most, decoder.max_positions)
+        groups, prompt = max(layout.groups for layout in largest), min(_USUAL_PROMPT, limits.prompt_tokens)
         width = max(int(output.shape[-1]) for output in manifest.graphs[TOWER].outputs if len(output.shape) > 2)
         sizes = {
             "E": (1, usual * width, most * width),
-            "G": (1, 1, parts),
+            "G": (1, 1, groups),
+            "P": (1, usual, most),
+            "n": (1, usual, most),
+            "p": (2, 2, max(2, groups)),
+            "l": (1, -(-usual // LINE), -(-most // LINE)),
+            "T": (1, prompt, limits.prompt_tokens),
+            "V": (1, usual, limits.images * most),
+            "S": (2, usual + prompt, limits.images * most + limits.prompt_tokens),
             "D": (decoder.head_dim // 2, decoder.hidden_size, max(decoder.hidden_size, manifest.deepstack_width)),
-            **dict.fromkeys("PVTn", (1, usual, rows)),
-            # TensorRT scatters no more rows than there are.
-            "S": (2, 2 * usual, 2 * rows),
-            "p": (2, 2, max(2, parts)),
-            "l": (1, 1 + usual // LINE, 1 + most // LINE),
         }
         frames = cls(form.graphs, form.sizes) if form else cls({}, {})
         return cls({**frames.graphs, **graphs_of(manifest)}, {**frames.sizes, **sizes})
@@ -196,7 +197,8 @@ class _Picture:
         groups *= limits.images if self.manifest.policy and is_tower(graph) else 1
         usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
         usual, most = self._usual(visual, limits), limits.images * max(visual)
-        fewest = 1 if self.manifest.any_resolution or self.layout.groups > 1 else min(visual)
+        barless = any(plan.tower == BARLESS_TOWER for plan, _ in self.planned)
+        fewest = 1 if self.manifest.any_resolution or self.layout.groups > 1 or barless else min(visual)
         return {
             "G": _Span(1, groups, groups),
             "N": _Span(1, n, n),

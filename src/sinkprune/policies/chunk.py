@@ -95,8 +95,9 @@ class StepTimes:
             if len(self._known) >= _MOST:
                 self._known.clear()
             made = engine({"time_embedding": backend.tensor(embedded)})[MODULATION]
-            # A copy: a backend may reuse the memory of an engine's outputs.
-            self._known[time] = found = backend.tensor(np.array(backend.numpy(made)))
+            # Where the host does not wait, a tensor's memory is its own. Elsewhere engines may reuse that of outputs.
+            found = made if backend.enqueues else backend.tensor(np.array(backend.numpy(made)))
+            self._known[time] = found
         return {MODULATION: found}
 
 
@@ -124,7 +125,7 @@ def denoise(
     step: `time * noise + (1 - time) * action` (arXiv 2506.07339, without its gradient). Their time is 0 in a policy
     that was trained with held actions. The caches do not move between steps.
     """
-    backend, rows, position = chain.backend, policy.expert_rows, run.rows.positions.next
+    backend, rows, position = chain.backend, policy.expert_rows, run.rows.next_position
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
     fixed = {"cos": cos, "sin": sin, "step": backend.tensor(np.array([-1.0 / observation.steps], np.float32))}
     if not policy.state_in_prompt:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from support.models.heads_of_64 import CONFIG, export_random, operators
+from support.models.heads_of_64 import CONFIG, QWEN3_CONFIG, export_random, operators
 from support.programs.slow_cases import slow_except
 
 if platform.machine() != "x86_64":
@@ -38,15 +40,12 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.small_graphs import (
-    AT_ROWS,
+    AT_TOKENS,
     BEST,
+    IN_ORDER,
     IN_PARTS,
     NOT_FINITE,
     PLACES_OF,
-    at_rows_graph,
-    best_graph,
-    in_parts_graph,
-    not_finite_graph,
     places_of_graph,
 )
 from sinkprune.runtime.frames import FrameForm, bilinear_form, patch_form, square_form
@@ -125,25 +124,6 @@ def test_graphs_with_weights_compile(
 SCALE = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3}
 PIXELS = {**SCALE, "image_std": [0.5] * 3, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 TABLE = np.zeros(768, np.float16)
-GRAPHS = {
-    BEST: best_graph("float16", 32064),
-    NOT_FINITE: not_finite_graph("float16"),
-    AT_ROWS: at_rows_graph("float16"),
-    PLACES_OF: places_of_graph(576),
-    IN_PARTS: in_parts_graph(),
-}
-OTHERS = SmallGraphs(
-    GRAPHS,
-    {
-        "E": (1, 1 << 20, 1 << 26),
-        "G": (1, 1, 8),
-        "D": (64, 4096, 6144),
-        "p": (2, 2, 384),
-        **dict.fromkeys("PSVTtn", (1, 729, 16384)),
-        "f": (1, 64, 128),
-        "l": (1, 4, 129),
-    },
-)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +132,26 @@ OTHERS = SmallGraphs(
         square_form(336, TABLE, masked=True, views=3),
         bilinear_form(224, TABLE.dtype, PIXELS),
         patch_form(TABLE, PIXELS, most_tokens=1280),
-        OTHERS,
     ],
 )
 def test_small_graphs_compile(small: FrameForm | SmallGraphs, tmp_path: Path) -> None:
     for job in small_jobs(small, tmp_path):
+        TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / job.model.graph, SILENT)
+
+
+def test_the_graphs_of_a_video_model_compile_for_its_largest_clip(tmp_path: Path) -> None:
+    options = {"precision": "fp16", "dialect": "opset24", "budgets": ("prune-80",), "max_frames": 64}
+    bundle = export_random(tmp_path, QWEN3_CONFIG, **options)
+    # Qwen3-VL-8B's.
+    shape = {"hidden_size": 4096, "head_dim": 128, "rope_sections": (24, 20, 20), "max_positions": 1 << 18}
+    manifest = replace(bundle.manifest, language_model=replace(bundle.manifest.language_model, **shape))
+    found = SmallGraphs.of(manifest, LIMITS)
+    assert found.graphs.keys() > {BEST, NOT_FINITE, AT_TOKENS, IN_PARTS, IN_ORDER}
+    # A tower that merges belongs to other models.
+    for job in small_jobs(found._replace(graphs={**found.graphs, PLACES_OF: places_of_graph(576)}), tmp_path):
+        (ranges,) = job.optimisation_profiles.values()
+        # TensorRT's limit (NvInfer.h, `addInput`).
+        assert all(prod(one.max) < 1 << 31 for one in ranges.values()), job.model.graph
         TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / job.model.graph, SILENT)
 
 

@@ -68,7 +68,7 @@ def test_the_host_reads_the_first_logits_then_two_numbers_for_each_token(
         assert device.reads[-2:] == [(1, 2)] * 2 and device.reads.count((1, 2)) == 2
 
 
-@pytest.mark.parametrize(("name", "reads"), [("pi0", [(1, 5, 4)]), ("openvla", [(1, 2)] * 7)])
+@pytest.mark.parametrize(("name", "reads"), [("pi0", [(1, 5, 4)]), ("pi0.5", [(1, 5, 4)]), ("openvla", [(1, 2)] * 7)])
 def test_of_a_policy_the_host_reads_actions_or_their_tokens(
     name: str, reads: list[tuple[int, ...]], bundle: Callable[..., Path], photo: Image.Image
 ) -> None:

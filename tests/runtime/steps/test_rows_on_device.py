@@ -65,6 +65,8 @@ def test_rows_stand_where_they_stand_for_a_host_that_reads_tokens(data: st.DataO
         on_device = {**laid_out.state(backend, ROTARY), **laid_out.deepstack_inputs}
         assert DEVICE.reads == []
         tensors = map(backend.numpy, on_device.values())
-        found.append([*tensors, *laid_out.visual_rows, laid_out.picture, laid_out.text])
+        found.append(
+            [*tensors, *laid_out.on_host[:2], laid_out.on_host.positions.rows, laid_out.picture, laid_out.text]
+        )
     for own, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(own, expected)

@@ -246,7 +246,7 @@ def build_fake_engines(bundle: Bundle, folder: Path, activations: Mapping[str, i
         graph: (bundle.manifest.graphs[graph], bundle.path / bundle.manifest.graphs[graph].file, own)
         for graph, own in optimisation_profiles(bundle.manifest, LIMITS).items()
     }
-    for job in small_jobs(SmallGraphs.of(bundle.manifest), folder.parent):
+    for job in small_jobs(SmallGraphs.of(bundle.manifest, LIMITS), folder.parent):
         jobs[job.model.graph] = (job.model.spec, folder.parent / job.model.name, job.optimisation_profiles)
     for graph, (spec, file_of_graph, own) in jobs.items():
         need = activations.get(graph, 2000)

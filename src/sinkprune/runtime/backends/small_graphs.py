@@ -100,7 +100,8 @@ def _tensor(name: str, array: Array) -> Any:
     return message_class("Tensor")(name=name, data_type=kind, dims=array.shape, raw_data=array.tobytes())
 
 
-BEST, NOT_FINITE, AT_ROWS, PLACES_OF, IN_PARTS = "best", "not-finite", "at-rows", "places-of", "in-parts"
+BEST, NOT_FINITE, AT_TOKENS, PLACES_OF = "best", "not-finite", "at-tokens", "places-of"
+IN_PARTS, IN_ORDER = "in-parts", "in-order"
 """The names of the graphs, and of their engines."""
 LINE = 128
 """The rows that `in_parts_graph` counts together."""
@@ -132,13 +133,15 @@ def not_finite_graph(dtype: Dtype) -> GraphWriter:
     return graph
 
 
-def at_rows_graph(dtype: Dtype) -> GraphWriter:
-    """Return a graph: rows_out [G,n,D], those of `rows` [1,P,D] whose numbers are `index` [G,n] + `first` [G,1]."""
+def at_tokens_graph(dtype: Dtype, width: int) -> GraphWriter:
+    """Return a graph: the rows of two tables [P,width] at the tokens kept [G,n] + first [G,1], each [G,n,width]."""
     graph = GraphWriter()
-    rows = graph.op("Squeeze", graph.input("rows", dtype, (1, "P", "D")), graph.constant(np.array([0])))
-    numbers = graph.op("Add", graph.input("index", "int64", ("G", "n")), graph.input("first", "int64", ("G", 1)))
-    graph.op("Gather", rows, numbers, into="rows_out", axis=0)
-    graph.output("rows_out", dtype, ("G", "n", "D"))
+    tables = [graph.input(name, dtype, ("P", width)) for name in ("cos", "sin")]
+    kept, first = graph.input("kept", "int64", ("G", "n")), graph.input("first", "int64", ("G", 1))
+    tokens = graph.op("Add", kept, first)
+    for table in tables:
+        graph.op("Gather", table, tokens, into=f"{table}_out", axis=0)
+        graph.output(f"{table}_out", dtype, ("G", "n", width))
     return graph
 
 
@@ -160,12 +163,29 @@ def places_of_graph(places: int) -> GraphWriter:
     return graph
 
 
-def in_parts_graph() -> GraphWriter:
-    """Return a graph: where rows come from in a prompt, and its visual rows, with those of a picture in its parts.
+def in_order_graph(dtype: Dtype) -> GraphWriter:
+    """Return a graph: the rows [1,S,D] whose numbers are order [1,S], of rows [1,S,D] of `dtype`."""
+    graph = GraphWriter()
+    rows = graph.op("Squeeze", graph.input("rows", dtype, (1, "S", "D")), graph.constant(np.array([0])))
+    graph.op("Gather", rows, graph.input("order", "int64", (1, "S")), into="rows_out", axis=0)
+    graph.output("rows_out", dtype, (1, "S", "D"))
+    return graph
 
-    The inputs are those of `sinkprune.runtime.steps.rows_on_device`. Rows are counted line by line: `CumSum` is a
-    loop in TensorRT 10.3, and a table of all pairs would take a gigabyte for a long clip. Counts are exact in fp32
-    and TF32: factors of products are 0, 1 or at most `LINE`.
+
+def in_parts_graph() -> GraphWriter:
+    """Return a graph that moves the rows of a picture to its parts, between which there are texts.
+
+    It takes the tokens kept [1,n], the order [1,S] of a prompt's rows and its visual rows [V], both with all rows of
+    the picture before the texts, and gives both with each row in the part of its token, behind earlier rows of this
+    part. `first` and `end` [p,1,1] are the tokens of each part, `texts_before` [p,1,1] fp32 the rows of texts between
+    parts before it. `text_part` [1,T] is the part after each of these rows. `first_row` [1] is where the picture
+    begins, and `first_visual` [1] the same among visual rows.
+
+    Sizes come as inputs, because graphs that compute with sizes are not captured: `count` [1] is n, `number` [n] and
+    `text_number` [1,T] count from 0, `lines` [l,LINE] number the rows of n, and then n, and `earlier_lines` [l,l]
+    fp32 is 1 above its diagonal. Rows are counted line by line: `CumSum` is a loop in TensorRT 10.3, and a table of
+    all pairs would take a gigabyte for a long clip. Counts are exact in fp32 and TF32: factors of products are 0, 1
+    or at most `LINE`.
     """
     graph = GraphWriter()
     flat, first_axis = graph.constant(np.array([-1])), graph.constant(np.array([0]))
@@ -221,9 +241,10 @@ def _whole(graph: GraphWriter, values: str, into: str = "") -> str:
 WRITERS: Mapping[str, Callable[..., GraphWriter]] = {
     BEST: best_graph,
     NOT_FINITE: not_finite_graph,
-    AT_ROWS: at_rows_graph,
+    AT_TOKENS: at_tokens_graph,
     PLACES_OF: places_of_graph,
     IN_PARTS: in_parts_graph,
+    IN_ORDER: in_order_graph,
 }
 """The writers of the graphs, by name."""
 
@@ -247,11 +268,13 @@ def graphs_of(manifest: Manifest) -> dict[str, GraphWriter]:
         kinds[BEST] = (precision, lm.vocab_size)
     if manifest.projector is None:
         kinds[NOT_FINITE] = (precision,)
+    # Tokens have places of their own exactly where positions have axes (`load_family`).
     if lm.rope_sections:
-        kinds[AT_ROWS] = (precision,)
+        kinds[AT_TOKENS] = (precision, lm.head_dim // 2)
         if MERGING_TOWER in manifest.graphs:
             merged = next(own for own in manifest.graphs[MERGING_TOWER].outputs if own.name == "merged")
             kinds[PLACES_OF] = (merged.shape[1],)
-        if manifest.tokens.video is not None:
-            kinds[IN_PARTS] = ()
+    # Only clips have texts between parts.
+    if manifest.tokens.video is not None:
+        kinds |= {IN_PARTS: (), IN_ORDER: (precision,)}
     return {name: WRITERS[name](*kind) for name, kind in kinds.items()}

@@ -33,6 +33,8 @@ class Positions(NamedTuple):
     """[S], or [A,S] for positions of A axes."""
     next: int
     """The position of the first new token, the same on every axis."""
+    starts: Sequence[int]
+    """The position from which the places of each part of a picture count."""
 
 
 class Rotary:

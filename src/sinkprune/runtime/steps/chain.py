@@ -213,8 +213,8 @@ class EncodedPicture:
             return index
         return np.stack([np.unique(places)[own] for places, own in zip(self.merged, index, strict=True)])
 
-    def unread(self, backend: Backend) -> Tensor | None:
-        """Return `kept_index` on the device, if the host has not read it; called in the backend's `turn`."""
+    def index_on_device(self, backend: Backend) -> Tensor | None:
+        """Return `kept_index` on the device, or None if the host knows it; called in the backend's `turn`."""
         kept, merged = self.kept, self.scores.merged
         if all(one.unread is None for one in (kept, merged) if isinstance(one, Later)):
             return None

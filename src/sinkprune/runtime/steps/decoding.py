@@ -116,7 +116,7 @@ def prefill(
                 start = own.length
                 outputs = decoder(given, own)
             cache.segments.append(own)
-            cache.next_positions.append(length if compact else rows.positions.next)
+            cache.next_positions.append(length if compact else rows.next_position)
             if last in selects.kept:
                 if earlier:
                     outputs = earlier.joined(backend, outputs, length)
@@ -304,7 +304,7 @@ class PromptRun:
         survivors, pictures = surviving_rows(backend, rows, self.prefilled), self.prefilled.schedule.pictures
         for number, (layout, own, planned) in enumerate(zip(self.layouts, self.encoded, pictures, strict=True)):
             own_rows = rows.picture == number
-            visual, source = (each[own_rows] for each in rows.visual_rows)
+            visual, source = (each[own_rows] for each in rows.on_host[:2])
             after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
             index, norms, salience, merged = own.on_host()
             kept.append(Kept(layout, planned, index, norms, salience, after_stage, merged))

@@ -118,13 +118,14 @@ class Embedding:
         )
 
 
-class VisualRows(NamedTuple):
-    """Where a prompt's V visual rows stand, and where they come from."""
+class RowsOnHost(NamedTuple):
+    """Where a prompt's V visual rows stand and come from, and the positions of all rows."""
 
     visual: Array
     """[V] int64: the rows that are visual tokens, ascending."""
     source: Array
     """[V] int64: the place of each visual row among its picture's rows."""
+    positions: Positions
 
 
 @dataclass(frozen=True)
@@ -133,39 +134,36 @@ class PromptRows:
 
     hidden: Tensor
     """[1,S,d] float on the device: the embeddings of all rows."""
-    on_host: Callable[[], VisualRows]
-    """Returns `visual_rows`, which may have to be read from the device."""
+    read: Callable[[], RowsOnHost]
+    """Returns `on_host`, which may have to be read from the device."""
     picture: Array
     """[V] int64: the picture's number of each visual row."""
     text: Array
     """[L] int64: the text rows after the last picture, without a policy's rows that are no text."""
     actions: Array
     """[A] int64: the rows that become actions, each before its placeholder; only in some policies."""
-    positions: Positions
-    """With `on_device`, those of other tokens in some rows."""
+    length: int
+    """S, the number of rows."""
+    next_position: int
+    """The position of the first new token, the same on every axis."""
     on_device: RowsOnDevice | None = None
     """The order and positions of rows that only the device knows; None if the host knows all."""
     deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
 
     @cached_property
-    def length(self) -> int:
-        """S, the number of rows."""
-        return self.positions.rows.shape[-1]
-
-    @cached_property
-    def visual_rows(self) -> VisualRows:
-        """Where visual rows stand, and where they come from; called in the backend's `turn`."""
-        return self.on_host()
+    def on_host(self) -> RowsOnHost:
+        """What the host knows of the rows; the first use is in the backend's `turn`."""
+        return self.read()
 
     def state(self, backend: Backend, rotary: Rotary) -> dict[str, Tensor]:
         """Return `hidden`, `cos` and `sin` [1,S,w], and `visual_index` [V], on the device."""
         own = self.on_device
         if own is None:
-            cos, sin = map(backend.tensor, rotary.tables(self.positions.rows))
-            visual = backend.tensor(self.visual_rows.visual)
+            cos, sin = map(backend.tensor, rotary.tables(self.on_host.positions.rows))
+            visual = backend.tensor(self.on_host.visual)
         else:
-            cos, sin = own.rotary_tables(rotary, self.positions.rows)
+            cos, sin = own.rotary_tables(rotary)
             visual = own.visual
         return {"hidden": self.hidden, "cos": cos, "sin": sin, "visual_index": visual}
 
@@ -190,14 +188,12 @@ def lay_out(
     text_rows = len(table)
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
-    unread = [
-        # Where rows are adjacent and positions are their numbers, nothing depends on tokens.
-        own.unread(backend) if pruned and (layout.parts > 1 or layout.places is not None) else None
+    index = [
+        own.index_on_device(backend) if pruned and _asks(layout, own) else None
         for layout, own in zip(layouts, encoded, strict=True)
     ]
-    shown = [*_parts(layouts, encoded, unread, pruned=pruned)]
-    pieces = [(part.layout, part.tokens) for part in shown]
-    visual, source = laid_out = _visual_rows(counts, shown)
+    shown = [*_parts(layouts, encoded, index, pruned=pruned)]
+    laid_out = visual, source, own_positions = _on_host(counts, shown)
     picture = np.concatenate([_NO_ROWS, *(np.full(len(part.rows), part.picture) for part in shown)])
     is_text = np.ones(text_rows + len(visual), np.bool_)
     is_text[visual] = False
@@ -206,26 +202,19 @@ def lay_out(
     firsts = len(table) + np.array([0, *accumulate(own.rows for own in encoded)])
     whole[visual] = np.where(source < 0, len(table) - 1, firsts[picture] + source)
     on_device = None
-    if any(kept is not None for kept in unread):
-        from sinkprune.runtime.steps.rows_on_device import RowsOnDevice, UnreadRows
+    if any(one is not None for one in index):
+        from sinkprune.runtime.steps.rows_on_device import RowsOnDevice
 
-        pictures, starts, end = list[UnreadRows](), _starts(counts, pieces)[1::2], 0
-        for number, (layout, own, kept) in enumerate(zip(layouts, encoded, unread, strict=True)):
-            parts, rows = slice(end, end + layout.parts), np.flatnonzero(picture == number)
-            if kept is not None:
-                one = UnreadRows(layout, kept, own.first_tokens, visual[rows], rows, starts[parts], counts[parts][1:])
-                pictures.append(one)
-            end = parts.stop
-        on_device = RowsOnDevice(backend, len(whole), visual, pictures)
+        on_device = RowsOnDevice(backend, layouts, encoded, index, counts, picture, visual, own_positions)
 
     def joined(parts: Sequence[Tensor]) -> Tensor:
         rows = backend.join(parts, whole)
         return rows if on_device is None else on_device.in_order(rows)
 
-    def on_host() -> VisualRows:
+    def read() -> RowsOnHost:
         if on_device is None:
             return laid_out
-        return _visual_rows(counts, [*_parts(layouts, encoded, [None] * len(encoded), pruned=pruned)])
+        return _on_host(counts, [*_parts(layouts, encoded, [None] * len(encoded), pruned=pruned)])
 
     deepstack_inputs = {}
     if embedding.deepstack_width:
@@ -234,11 +223,12 @@ def lay_out(
     last = len(whole) - counts[-1]
     return PromptRows(
         hidden=joined([backend.tensor(table), *(one.embeddings for one in encoded)]),
-        on_host=on_host,
+        read=read,
         picture=picture,
         text=last + np.flatnonzero(np.array(texts[-1]) >= 0),
         actions=last + np.flatnonzero(np.array(texts[-1]) == PLACEHOLDER_ROW) - 1,
-        positions=positions(counts, pieces),
+        length=len(whole),
+        next_position=own_positions.next,
         on_device=on_device,
         deepstack_inputs=deepstack_inputs,
     )
@@ -256,20 +246,29 @@ class _Part(NamedTuple):
     """The token of each row, numbered through all groups."""
 
 
+def _asks(layout: VisualLayout, own: EncodedPicture) -> bool:
+    """Return whether kept tokens decide the positions of a picture's rows, or the parts that rows are in."""
+    return layout.places is not None or own.kept.shape[0] < layout.parts
+
+
 def _parts(
     layouts: Sequence[VisualLayout],
     encoded: Sequence[EncodedPicture],
-    unread: Sequence[Tensor | None],
+    index: Sequence[Tensor | None],
     *,
     pruned: bool,
 ) -> Iterator[_Part]:
-    """Yield the parts of all pictures; those of `unread` as if each row had the first token of its group."""
-    for number, (layout, own, kept) in enumerate(zip(layouts, encoded, unread, strict=True)):
+    """Yield the parts of all pictures.
+
+    Where tokens decide nothing, or their `index` is on the device, rows are as if each had the first token of its
+    group.
+    """
+    for number, (layout, own, on_device) in enumerate(zip(layouts, encoded, index, strict=True)):
         rows = tokens = np.arange(own.rows) if pruned else layout.unpruned_rows
-        if pruned and kept is not None:
-            tokens = np.broadcast_to(own.first_tokens, kept.shape).ravel()
-        elif pruned and (layout.parts > 1 or layout.places is not None):
+        if pruned and on_device is None and _asks(layout, own):
             tokens = own.source_tokens
+        elif pruned:
+            tokens = np.broadcast_to(own.first_tokens, own.kept.shape).ravel()
         if layout.parts == 1:
             yield _Part(layout, number, rows, tokens)
         else:
@@ -282,25 +281,17 @@ _NO_ROWS = np.arange(0)
 """A prompt without pictures has no visual rows."""
 
 
-def _visual_rows(texts: Sequence[int], shown: Sequence[_Part]) -> VisualRows:
-    """Return the rows of the parts `shown`, where `texts` are the lengths of the texts around them."""
+def _on_host(texts: Sequence[int], shown: Sequence[_Part]) -> RowsOnHost:
+    """Return what is known of the parts `shown`, where `texts` are the lengths of the texts around them."""
     visual, place = [_NO_ROWS], 0
     for count, part in zip(texts, shown, strict=False):
         place += count
         visual.append(np.arange(place, place + len(part.rows)))
         place += len(part.rows)
-    return VisualRows(np.concatenate(visual), np.concatenate([_NO_ROWS, *(part.rows for part in shown)]))
-
-
-def _starts(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> list[int]:
-    """Return the first position of each text and each picture of `positions`, in their order, and the next one."""
-    lengths = [0]
-    for count, picture in zip_longest(texts, pictures):
-        lengths.append(count)
-        if picture is not None:
-            layout, tokens = picture
-            lengths.append(len(tokens) if layout.places is None else layout.extent)
-    return [*accumulate(lengths)]
+    source = np.concatenate([_NO_ROWS, *(part.rows for part in shown)])
+    return RowsOnHost(
+        np.concatenate(visual), source, positions(texts, [(part.layout, part.tokens) for part in shown])
+    )
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:
@@ -309,16 +300,20 @@ def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array
     Text advances along all axes. A kept token of a picture has the position that it has unpruned, where the family
     gives tokens places of their own. New tokens continue after the largest position.
     """
-    starts = _starts(texts, pictures)
-    rows, latest = [], starts[-1]
-    for number, count in enumerate(texts):
-        rows.append(np.arange(starts[2 * number], starts[2 * number] + count)[None])
-        if number < len(pictures):
-            (layout, tokens), start = pictures[number], starts[2 * number + 1]
+    rows, starts, place, latest = [], list[int](), 0, 0
+    for count, picture in zip_longest(texts, pictures):
+        rows.append(np.arange(place, place + count)[None])
+        place += count
+        if picture is not None:
+            layout, tokens = picture
+            starts.append(place)
             if layout.places is None:
-                rows.append(np.arange(start, start + len(tokens))[None])
+                rows.append(np.arange(place, place + len(tokens))[None])
+                place += len(tokens)
             else:
-                rows.append(start + layout.places[:, tokens])
-                latest = max(latest, start + int(layout.places.max()) + 1)
+                rows.append(place + layout.places[:, tokens])
+                latest = max(latest, place + int(layout.places.max()) + 1)
+                place += layout.extent
     axes = max(map(len, rows))
-    return Positions(np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in rows], axis=1), latest)
+    joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in rows], axis=1)
+    return Positions(joined, max(place, latest), starts)
