@@ -189,7 +189,7 @@ def lay_out(
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
     index = [
-        own.index_on_device(backend) if pruned and _asks(layout, own) else None
+        own.index_on_device(backend) if pruned and _depends_on_tokens(layout, own) else None
         for layout, own in zip(layouts, encoded, strict=True)
     ]
     shown = [*_parts(layouts, encoded, index, pruned=pruned)]
@@ -246,8 +246,8 @@ class _Part(NamedTuple):
     """The token of each row, numbered through all groups."""
 
 
-def _asks(layout: VisualLayout, own: EncodedPicture) -> bool:
-    """Return whether kept tokens decide the positions of a picture's rows, or the parts that rows are in."""
+def _depends_on_tokens(layout: VisualLayout, own: EncodedPicture) -> bool:
+    """Return whether kept tokens decide the positions of a picture's rows, or which part each is in."""
     return layout.places is not None or own.kept.shape[0] < layout.parts
 
 
@@ -265,7 +265,7 @@ def _parts(
     """
     for number, (layout, own, on_device) in enumerate(zip(layouts, encoded, index, strict=True)):
         rows = tokens = np.arange(own.rows) if pruned else layout.unpruned_rows
-        if pruned and on_device is None and _asks(layout, own):
+        if pruned and on_device is None and _depends_on_tokens(layout, own):
             tokens = own.source_tokens
         elif pruned:
             tokens = np.broadcast_to(own.first_tokens, own.kept.shape).ravel()

@@ -55,9 +55,8 @@ class RowsOnDevice:
     ) -> None:
         """Take pictures, `EncodedPicture.index_on_device` of each, and the lengths of the texts around their parts.
 
-        The rest is of the prompt as it is laid out. Called in the backend's `turn`.
-
-        `visual` [V] are the visual rows, `picture` [V] the number of the picture of each.
+        The rest is of the prompt as it is laid out: `visual` [V] are its visual rows, `picture` [V] the number of the
+        picture of each. Called in the backend's `turn`.
         """
         self._backend, self._positions = backend, positions.rows
         self.visual = backend.tensor(visual)
