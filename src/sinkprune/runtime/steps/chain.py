@@ -221,9 +221,10 @@ class EncodedPicture:
         index = kept.on_device if isinstance(kept, Later) else backend.tensor(kept)
         if merged is None:
             return index
-        from sinkprune.runtime.steps.rows_on_device import places_of
+        from sinkprune.runtime.backends.small_graphs import PLACES_OF
 
-        return places_of(backend, merged.on_device, index)
+        places = merged.on_device
+        return backend.small(PLACES_OF, places.shape[1])({"merged": places, "kept": index})["places"]
 
     @property
     def norms(self) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.backends import Backend, Tensor
-from sinkprune.runtime.backends.small_graphs import AT_TOKENS, IN_ORDER, IN_PARTS, LINE, PLACES_OF
+from sinkprune.runtime.backends.small_graphs import AT_TOKENS, IN_ORDER, IN_PARTS, LINE
 from sinkprune.runtime.families import Positions, Rotary
 from sinkprune.runtime.steps.chain import EncodedPicture
 
@@ -120,8 +120,3 @@ class RowsOnDevice:
             order[one.rows] = np.arange(count, count + len(one.rows))
             count += len(one.rows)
         return [self.in_order(backend.join(own, order)) for own in zip(*parts, strict=True)]
-
-
-def places_of(backend: Backend, merged: Tensor, kept: Tensor) -> Tensor:
-    """Return [G,n] int64: the places of the tokens `kept` of a tower that merges, from `Scores.merged`."""
-    return backend.small(PLACES_OF, merged.shape[1])({"merged": merged, "kept": kept})["places"]
