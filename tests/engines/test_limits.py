@@ -108,7 +108,7 @@ def test_every_shape_of_a_policy_lies_in_an_optimisation_profile(
     state = list(policy.facts.state_mean)
     most = policy.act([photo] * 3, longest, state, steps=1).prompt_tokens
     chunks = [([photo] * 3, longest), ([photo, None, photo], INSTRUCTION), ([None, None, photo], "a")]
-    # Half of such a square is bars.
+    # Most of such a square is bars.
     chunks.append(([photo.resize((160, 60))] * 3, INSTRUCTION))
     limits = resolved(opened.manifest, most)
     assert not shapes_sent.policy_shapes_outside_optimisation_profiles(opened, limits, chunks)

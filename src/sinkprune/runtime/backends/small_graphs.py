@@ -114,7 +114,7 @@ def best_graph(dtype: Dtype, vocabulary: int) -> GraphWriter:
     The second is how many logits are not finite. fp32 holds every index below 2**24.
     """
     graph = GraphWriter()
-    scores = graph.op("Cast", graph.input("logits", dtype, (1, vocabulary)), to=ELEMENT_TYPES["float32"])
+    scores = _as_floats(graph, graph.input("logits", dtype, (1, vocabulary)))
     is_largest = graph.op("Equal", scores, graph.op("ReduceMax", scores, axes=[1]))
     place = graph.constant(np.arange(vocabulary, dtype=np.float32)[None])
     candidate = graph.op("Where", is_largest, place, graph.constant(np.array([[vocabulary]], np.float32)))
@@ -127,7 +127,7 @@ def best_graph(dtype: Dtype, vocabulary: int) -> GraphWriter:
 def not_finite_graph(dtype: Dtype) -> GraphWriter:
     """Return a graph: count [1] fp32, how many of values [E] of `dtype` are not finite."""
     graph = GraphWriter()
-    values = graph.op("Cast", graph.input("values", dtype, ("E",)), to=ELEMENT_TYPES["float32"])
+    values = _as_floats(graph, graph.input("values", dtype, ("E",)))
     graph.op("Identity", _not_finite(graph, values, axis=0), into="count")
     graph.output("count", "float32", (1,))
     return graph
@@ -156,7 +156,7 @@ def places_of_graph(places: int) -> GraphWriter:
     # [G,places,1]: how many tokens stand up to each place.
     counted = graph.constant((place <= place[:, None]).astype(np.float32))
     tokens = graph.op("MatMul", counted, graph.op("Unsqueeze", stays, graph.constant(np.array([2]))))
-    number = graph.op("Unsqueeze", graph.op("Cast", kept, to=ELEMENT_TYPES["float32"]), graph.constant(np.array([1])))
+    number = graph.op("Unsqueeze", _as_floats(graph, kept), graph.constant(np.array([1])))
     earlier = _as_floats(graph, graph.op("Not", graph.op("Greater", tokens, number)))
     _whole(graph, graph.op("ReduceSum", earlier, graph.constant(np.array([1])), keepdims=0), into="places")
     graph.output("places", "int64", ("G", "n"))
@@ -255,7 +255,7 @@ def _not_finite(graph: GraphWriter, values: str, axis: int) -> str:
     is_finite = graph.op("LessOrEqual", graph.op("Abs", values), largest)
     return graph.op(
         "ReduceSum",
-        graph.op("Cast", graph.op("Not", is_finite), to=ELEMENT_TYPES["float32"]),
+        _as_floats(graph, graph.op("Not", is_finite)),
         graph.constant(np.array([axis])),
     )
 
