@@ -176,7 +176,7 @@ def in_parts_graph() -> GraphWriter:
     """Return a graph that moves the rows of a picture to its parts, between which there are texts.
 
     It takes the tokens kept [1,n], the order [1,S] of a prompt's rows and its visual rows [V], both with all rows of
-    the picture before the texts, and gives both with each row in the part of its token, behind earlier rows of this
+    the picture before the texts, and gives both with each row in the part of its token, after earlier rows of this
     part. `first` and `end` [p,1,1] are the tokens of each part, `texts_before` [p,1,1] fp32 the rows of texts between
     parts before it. `text_part` [1,T] is the part after each of these rows. `first_row` [1] is where the picture
     begins, and `first_visual` [1] the same among visual rows.
